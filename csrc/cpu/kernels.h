@@ -1,0 +1,64 @@
+// The arithmetic of ternary matrices: y = W x with W in tiles (tiles.h) and x quantized to int8.
+//
+// x is quantized per group of 128 inputs: d = max|x| / 127, q = round-half-even(x / d). With u the 2-bit codes,
+//
+//   y = sum over groups of  d_w * d_x * (sum of u*q - sum of q)
+//
+// Inside a group everything is an exact integer; the fp32 sum runs over the groups in order, one multiply-add each. So a
+// result has the same bits whatever the number of columns, the number of threads and the split of the work.
+//
+// One table of functions per instruction set; kernels() picks it when first called.
+#pragma once
+
+#include "tiles.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tern {
+
+constexpr int ACTIVATION_GROUP = 128;
+// The sums of q are kept for half groups, for weights with a scale per 64 inputs.
+constexpr int ACTIVATION_SUM_GROUP = 64;
+
+// Where the parts of one quantized column lie: int8 q[n_in], float d[groups], int32 sum[half groups].
+struct ColumnLayout {
+    int64_t n_in;
+    int64_t n_groups;
+    size_t scales;  // offset in bytes
+    size_t sums;    // offset in bytes
+    size_t bytes;   // of one column, a multiple of 64
+
+    // n_in: a multiple of 64
+    explicit ColumnLayout(int64_t n_in);
+};
+
+struct Kernels {
+    const char * isa;
+
+    // Quantizes the groups [group_begin, group_end) of the column x (n_in floats) into `column`.
+    void (*quantize)(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                     uint8_t * column);
+
+    // One tile times n_cols columns: outputs[c][0..8) = rows of the tile. n_cols: 1 to MAX_COLUMNS.
+    void (*tile_times_columns)(const uint8_t * tile, int group, const ColumnLayout & layout,
+                               const uint8_t * const * columns, int n_cols, float (*outputs)[TILE_ROWS]);
+};
+
+// Columns that the kernels take at a time.
+constexpr int MAX_COLUMNS = 6;
+
+// The best table for this processor, or the one that the environment variable TERN_ISA names ("generic", "avx2"); a name
+// that is unknown or that the processor lacks is reported on stderr and ignored.
+const Kernels & kernels();
+
+// All tables that this processor can run, best first: entries [0, *count).
+const Kernels * const * available_kernels(int * count);
+
+// The rows of tiles [tile_begin, tile_end) of a matrix with n_out rows, times n_cols columns.
+// outputs[c] points at row 0 of column c.
+void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
+            int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
+            float * const * outputs);
+
+}  // namespace tern

@@ -1,0 +1,61 @@
+// How ternary weights lie in memory for the kernels: tiles of 8 rows, whatever type the file has.
+//
+// A tile holds 8 rows of n_in weights as 2-bit codes, interleaved for 256-bit registers, and then the scales:
+//
+//   codes   [n_in/16][8 rows][4 bytes]   byte i of row r, load j:  codes of the inputs 16j + i + {0, 4, 8, 12}
+//   scales  [n_in/group][8 rows] fp16
+//
+// One 32-byte load is 16 inputs of all 8 rows. Shifted by 0, 2, 4, 6 bits and masked it gives four registers; in each,
+// the 32-bit lane of row r has the codes of 4 neighbouring inputs, which meet the same 4 activations broadcast to all
+// lanes. The sum of a row builds up inside its lane: no horizontal addition is ever needed.
+//
+//   bit pair   7-6      5-4      3-2      1-0
+//   input     16j+12+i 16j+8+i  16j+4+i  16j+i     of byte i = 0..3
+//
+// `group` is 64 for Q2_0 and 128 for all other types (those with 256 weights a scale repeat it). The last tile is filled
+// up with rows of scale 0.
+#pragma once
+
+#include "../format/ternary_types.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tern {
+
+constexpr int TILE_ROWS = 8;
+
+inline int tile_group(const TernaryType & type) {
+    return type.block < 128 ? type.block : 128;
+}
+
+inline size_t tile_code_bytes(int64_t n_in) {
+    return static_cast<size_t>(n_in) / 4 * TILE_ROWS;
+}
+
+// Bytes of one tile, a multiple of 64.
+inline size_t tile_bytes(int64_t n_in, int group) {
+    const size_t scales = static_cast<size_t>(n_in / group) * TILE_ROWS * sizeof(uint16_t);
+    return (tile_code_bytes(n_in) + scales + 63) / 64 * 64;
+}
+
+inline int64_t tile_count(int64_t n_out) {
+    return (n_out + TILE_ROWS - 1) / TILE_ROWS;
+}
+
+// n_rows (1 to 8) rows of `type`, row_stride bytes apart, to one tile.
+void pack_tile(const TernaryType & type, const uint8_t * rows, size_t row_stride, int n_rows, int64_t n_in,
+               uint8_t * tile);
+
+// One row of a tile as codes, one a byte, and scale bits, one per group.
+void unpack_tile_row(const uint8_t * tile, int row, int64_t n_in, int group, uint8_t * codes, uint16_t * scales);
+
+// One row of a tile as floats.
+void dequantize_tile_row(const uint8_t * tile, int row, int64_t n_in, int group, float * weights);
+
+// A whole matrix [n_out][n_in] to tiles and back. `data` is packed without gaps, as in the file.
+size_t tiled_bytes(const TernaryType & type, int64_t n_in, int64_t n_out);
+void pack_tiles(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out, uint8_t * tiles);
+void unpack_tiles(const TernaryType & type, const uint8_t * tiles, int64_t n_in, int64_t n_out, uint8_t * data);
+
+}  // namespace tern
