@@ -1,0 +1,32 @@
+// Our tensor types in the host's table of types.
+//
+// GGUF files carry PQ2_0 and PTQ1_0 under the ids 142 and 143, beyond the end of ggml's table. Six ids inside the table
+// belong to types that were removed and are reserved for ever; inside the process our types live in three of them.
+#pragma once
+
+#include "../format/ternary_types.h"
+#include "ggml.h"
+
+#include <string>
+
+namespace tern {
+
+// Retired ids: IQ4_NL_4_8 and IQ4_NL_8_8 become ours; IQ4_NL_4_4 becomes Q2_0 where the host does not know it (ggml < 0.20).
+constexpr uint32_t SLOT_Q2_0 = 36;
+constexpr uint32_t SLOT_PQ2_0 = 37;
+constexpr uint32_t SLOT_PTQ1_0 = 38;
+
+// Fills the slots. Returns false and a line that says why when a slot is not retired in this host or cannot be written.
+// Calling it again does nothing.
+bool fill_type_slots(std::string & error);
+
+// The id inside the process for an id in a file; the same id where nothing changes.
+uint32_t slot_of_file_type(uint32_t file_type);
+
+// Whether this id must not come from a file, because it is a slot of ours.
+bool is_our_slot(uint32_t type);
+
+// The ternary type of a tensor in this process, or nullptr.
+const TernaryType * ternary_type_of(ggml_type type);
+
+}  // namespace tern
