@@ -1,0 +1,68 @@
+// What the parts of the ggml backend share. The parts, in the order of ggml's own backends, a file each: buffers, the
+// operations of a graph, backend, devices and registry.
+#pragma once
+
+#include "../cpu/kernels.h"
+#include "../host/host_api.h"
+#include "../host/type_slots.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace tern {
+
+// ---- buffers.cpp ----
+
+// Plain host memory: activations, KV cache, and weights of other types (these can stay mapped from the file).
+ggml_backend_buffer_type_t plain_buffer_type();
+// Host memory in which ternary matrices lie in tiles (cpu/tiles.h). A read gives back the bytes that were written.
+ggml_backend_buffer_type_t tiled_buffer_type();
+// Plain memory that somebody else owns, such as a mapped file.
+ggml_backend_buffer_t plain_buffer_from_pointer(void * data, size_t size);
+// The devices that the two types above name as theirs.
+void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled);
+
+// Whether a ternary matrix is stored in tiles.
+bool is_tiled(const ggml_tensor * w);
+
+// ---- graph.cpp ----
+
+// Whether the node is a MUL_MAT, MUL_MAT_ID or GET_ROWS of a ternary matrix.
+bool is_ternary_op(const ggml_tensor * node);
+// Whether our kernels can do this ternary operation.
+bool supports_ternary_op(const ggml_tensor * node);
+
+// Turns a graph into one that the stock CPU backend can run, with our kernels as custom operations in it.
+class GraphRunner {
+  public:
+    GraphRunner();
+    ~GraphRunner();
+
+    // Runs `graph` on `cpu`, a stock CPU backend.
+    ggml_status compute(ggml_backend_t cpu, const ggml_cgraph * graph);
+
+  private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+// ---- backend.cpp ----
+
+// A backend on one of our devices, with a stock CPU backend of its own for all that is not ours; nullptr on failure.
+ggml_backend_t backend_new(ggml_backend_dev_t device);
+void backend_set_n_threads(ggml_backend_t backend, int n_threads);
+void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data);
+
+// ---- devices.cpp ----
+
+// Makes the devices, once.
+void create_devices(ggml_backend_reg_t registry);
+size_t device_count();
+// The device with this index in the registry, or nullptr.
+ggml_backend_dev_t device_at(size_t index);
+// The host's CPU device.
+ggml_backend_dev_t stock_cpu_device();
+
+}  // namespace tern

@@ -1,0 +1,310 @@
+// The buffer types of the devices: plain host memory, and host memory that stores ternary matrices in tiles.
+#include "backend.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <sys/mman.h>
+#include <unordered_map>
+
+namespace tern {
+
+namespace {
+
+constexpr size_t ALIGNMENT = 64;
+
+// The table of a buffer type grew two functions with version 3 of the backend interface; both may stay empty.
+struct BufferTypeV3 {
+    const char * (*get_name)(ggml_backend_buffer_type_t);
+    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t);
+    void * alloc_buffer_n;
+    size_t (*get_alignment)(ggml_backend_buffer_type_t);
+    size_t (*get_max_size)(ggml_backend_buffer_type_t);
+    size_t (*get_alloc_size)(ggml_backend_buffer_type_t, const ggml_tensor *);
+    void * get_alloc_size_n;
+    bool (*is_host)(ggml_backend_buffer_type_t);
+    ggml_backend_dev_t device;
+    void * context;
+};
+
+// One buffer type in the shape that the host's version expects.
+class BufferType {
+  public:
+    explicit BufferType(const ggml_backend_buffer_type_i & iface) : v3_{} {
+        if (host().api_version >= 3) {
+            v3_ = {iface.get_name,
+                   iface.alloc_buffer,
+                   nullptr,
+                   iface.get_alignment,
+                   iface.get_max_size,
+                   iface.get_alloc_size,
+                   nullptr,
+                   iface.is_host,
+                   nullptr,
+                   nullptr};
+        } else {
+            v2_ = {iface, nullptr, nullptr};
+        }
+    }
+
+    void set_device(ggml_backend_dev_t device) { (host().api_version >= 3 ? v3_.device : v2_.device) = device; }
+
+    ggml_backend_buffer_type_t handle() { return &v2_; }
+
+  private:
+    union {
+        ggml_backend_buffer_type v2_;
+        BufferTypeV3 v3_;
+    };
+};
+
+size_t get_alignment(ggml_backend_buffer_type_t) {
+    return ALIGNMENT;
+}
+
+// ---- plain host memory: the host's own CPU buffers under our name ----
+
+const char * plain_get_name(ggml_backend_buffer_type_t) {
+    return "TERN";
+}
+
+ggml_backend_buffer_t plain_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    ggml_backend_buffer_t buffer = host().ggml_backend_buft_alloc_buffer(host().ggml_backend_cpu_buffer_type(), size);
+    if (buffer != nullptr) {
+        buffer->buft = type;
+    }
+    return buffer;
+}
+
+bool plain_is_host(ggml_backend_buffer_type_t) {
+    return true;
+}
+
+// ---- tiles ----
+
+// A ternary matrix, or a stack of them: [n_in, n_out, count].
+struct Matrices {
+    const TernaryType & type;
+    int64_t n_in;
+    int64_t n_out;
+    int64_t count;
+
+    explicit Matrices(const ggml_tensor * w)
+        : type(*ternary_type_of(w->type)), n_in(w->ne[0]), n_out(w->ne[1]), count(w->ne[2] * w->ne[3]) {}
+
+    size_t plain_bytes() const { return type.row_bytes(n_in) * static_cast<size_t>(n_out); }
+    size_t tile_bytes() const { return tiled_bytes(type, n_in, n_out); }
+
+    void pack(const uint8_t * plain, uint8_t * tiles) const {
+        for (int64_t i = 0; i < count; i++) {
+            pack_tiles(type, plain + i * plain_bytes(), n_in, n_out, tiles + i * tile_bytes());
+        }
+    }
+
+    void unpack(const uint8_t * tiles, uint8_t * plain) const {
+        for (int64_t i = 0; i < count; i++) {
+            unpack_tiles(type, tiles + i * tile_bytes(), n_in, n_out, plain + i * plain_bytes());
+        }
+    }
+};
+
+// A base-3 byte has 256 values for 243 meanings. Whether a row consists of the usual bytes, those that we write.
+bool is_canonical(const TernaryType & type, const uint8_t * row, int64_t n_in) {
+    uint8_t codes[MAX_BLOCK];
+    uint8_t again[MAX_BLOCK];
+    for (int64_t b = 0; b < n_in / type.block; b++, row += type.block_bytes) {
+        uint16_t d;
+        type.unpack_block(row, codes, &d);
+        type.pack_block(codes, d, again);
+        if (std::memcmp(row, again, static_cast<size_t>(type.block_bytes)) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+struct TiledBuffer {
+    void * memory = nullptr;
+    // Tensors with bytes that the tiles cannot give back, and those bytes.
+    std::mutex mutex;
+    std::unordered_map<const ggml_tensor *, std::vector<uint8_t>> originals;
+
+    ~TiledBuffer() { std::free(memory); }
+};
+
+TiledBuffer & context_of(ggml_backend_buffer_t buffer) {
+    return *static_cast<TiledBuffer *>(buffer->context);
+}
+
+void tiled_free_buffer(ggml_backend_buffer_t buffer) {
+    delete &context_of(buffer);
+}
+
+void * tiled_get_base(ggml_backend_buffer_t buffer) {
+    return context_of(buffer).memory;
+}
+
+// The whole tensor as the file has it.
+std::vector<uint8_t> plain_bytes(TiledBuffer & context, const ggml_tensor * tensor) {
+    const std::lock_guard<std::mutex> lock(context.mutex);
+    const auto original = context.originals.find(tensor);
+    if (original != context.originals.end()) {
+        return original->second;
+    }
+    const Matrices m(tensor);
+    std::vector<uint8_t> plain(m.plain_bytes() * m.count);
+    m.unpack(static_cast<const uint8_t *>(tensor->data), plain.data());
+    return plain;
+}
+
+void set_plain_bytes(TiledBuffer & context, ggml_tensor * tensor, const uint8_t * plain) {
+    const Matrices m(tensor);
+    m.pack(plain, static_cast<uint8_t *>(tensor->data));
+    bool canonical = true;
+    if (m.type.id == TYPE_PTQ1_0 || m.type.id == TYPE_TQ1_0) {
+        for (int64_t row = 0; row < m.n_out * m.count && canonical; row++) {
+            canonical = is_canonical(m.type, plain + row * m.type.row_bytes(m.n_in), m.n_in);
+        }
+    }
+    const std::lock_guard<std::mutex> lock(context.mutex);
+    context.originals.erase(tensor);
+    if (!canonical) {
+        context.originals.emplace(tensor, std::vector<uint8_t>(plain, plain + m.plain_bytes() * m.count));
+    }
+}
+
+void tiled_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
+                      size_t size) {
+    if (!is_tiled(tensor)) {
+        std::memcpy(static_cast<char *>(tensor->data) + offset, data, size);
+        return;
+    }
+    const Matrices m(tensor);
+    if (offset == 0 && size == m.plain_bytes() * m.count) {
+        set_plain_bytes(context_of(buffer), tensor, static_cast<const uint8_t *>(data));
+        return;
+    }
+    std::vector<uint8_t> plain = plain_bytes(context_of(buffer), tensor);
+    std::memcpy(plain.data() + offset, data, size);
+    set_plain_bytes(context_of(buffer), tensor, plain.data());
+}
+
+void tiled_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset,
+                      size_t size) {
+    if (!is_tiled(tensor)) {
+        std::memcpy(data, static_cast<const char *>(tensor->data) + offset, size);
+        return;
+    }
+    const std::vector<uint8_t> plain = plain_bytes(context_of(buffer), tensor);
+    std::memcpy(data, plain.data() + offset, size);
+}
+
+void tiled_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset,
+                         size_t size) {
+    const std::vector<uint8_t> bytes(size, value);
+    tiled_set_tensor(buffer, tensor, bytes.data(), offset, size);
+}
+
+void tiled_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    TiledBuffer & context = context_of(buffer);
+    std::memset(context.memory, value, buffer->size);
+    const std::lock_guard<std::mutex> lock(context.mutex);
+    context.originals.clear();
+}
+
+const ggml_backend_buffer_i TILED_BUFFER_INTERFACE = {
+    /* .free_buffer   = */ tiled_free_buffer,
+    /* .get_base      = */ tiled_get_base,
+    /* .init_tensor   = */ nullptr,
+    /* .memset_tensor = */ tiled_memset_tensor,
+    /* .set_tensor    = */ tiled_set_tensor,
+    /* .get_tensor    = */ tiled_get_tensor,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ nullptr,
+    /* .clear         = */ tiled_clear,
+    /* .reset         = */ nullptr,
+};
+
+const char * tiled_get_name(ggml_backend_buffer_type_t) {
+    return "TERN_TILES";
+}
+
+ggml_backend_buffer_t tiled_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    constexpr size_t HUGE_PAGE = size_t{2} << 20;
+    auto context = std::make_unique<TiledBuffer>();
+    // Decode streams through all of this memory for every token; huge pages spare it most address translations.
+    const bool large = size >= 2 * HUGE_PAGE;
+    if (posix_memalign(&context->memory, large ? HUGE_PAGE : ALIGNMENT, size) != 0) {
+        return nullptr;
+    }
+    if (large) {
+        madvise(context->memory, size, MADV_HUGEPAGE);
+    }
+    return host().ggml_backend_buffer_init(type, TILED_BUFFER_INTERFACE, context.release(), size);
+}
+
+size_t tiled_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+    if (ternary_type_of(tensor->type) == nullptr) {
+        return host().ggml_nbytes(tensor);
+    }
+    const Matrices m(tensor);
+    return m.tile_bytes() * static_cast<size_t>(m.count);
+}
+
+bool tiled_is_host(ggml_backend_buffer_type_t) {
+    return false;
+}
+
+BufferType & plain_type() {
+    static BufferType type({
+        /* .get_name       = */ plain_get_name,
+        /* .alloc_buffer   = */ plain_alloc_buffer,
+        /* .get_alignment  = */ get_alignment,
+        /* .get_max_size   = */ nullptr,
+        /* .get_alloc_size = */ nullptr,
+        /* .is_host        = */ plain_is_host,
+    });
+    return type;
+}
+
+BufferType & tiled_type() {
+    static BufferType type({
+        /* .get_name       = */ tiled_get_name,
+        /* .alloc_buffer   = */ tiled_alloc_buffer,
+        /* .get_alignment  = */ get_alignment,
+        /* .get_max_size   = */ nullptr,
+        /* .get_alloc_size = */ tiled_get_alloc_size,
+        /* .is_host        = */ tiled_is_host,
+    });
+    return type;
+}
+
+}  // namespace
+
+ggml_backend_buffer_type_t plain_buffer_type() {
+    return plain_type().handle();
+}
+
+ggml_backend_buffer_type_t tiled_buffer_type() {
+    return tiled_type().handle();
+}
+
+ggml_backend_buffer_t plain_buffer_from_pointer(void * data, size_t size) {
+    ggml_backend_buffer_t buffer = host().ggml_backend_cpu_buffer_from_ptr(data, size);
+    if (buffer != nullptr) {
+        buffer->buft = plain_buffer_type();
+    }
+    return buffer;
+}
+
+void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled) {
+    plain_type().set_device(plain);
+    tiled_type().set_device(tiled);
+}
+
+bool is_tiled(const ggml_tensor * w) {
+    return w->buffer != nullptr && w->buffer->buft == tiled_buffer_type() && ternary_type_of(w->type) != nullptr;
+}
+
+}  // namespace tern

@@ -1,0 +1,385 @@
+// Running a graph: our operations become custom operations in a copy of the node list, and the stock CPU backend runs
+// the whole list in one call. Our kernels thereby run in ggml's own threads, with ggml's barriers between the nodes.
+//
+//   the graph:       ... RMS_NORM  MUL  MUL_MAT(wq)              MUL_MAT(wk)     ROPE ...
+//   what is run:     ... RMS_NORM  MUL  quantize  multiply(wq)   multiply(wk)    ROPE ...
+//
+// The quantized columns of an activation serve all the matrices that it meets in a row. A replaced node is a copy of the
+// original with another operation: its flags and its memory stay, and what consumes it still reads the original.
+#include "backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <new>
+
+namespace tern {
+
+namespace {
+
+// An activation and where its quantized columns lie: column (i1, i2, i3) has index (i3*ne[2] + i2)*ne[1] + i1.
+struct Activation {
+    const ggml_tensor * x;
+    ColumnLayout layout;
+    uint8_t * columns = nullptr;
+
+    explicit Activation(const ggml_tensor * x) : x(x), layout(x->ne[0]) {}
+
+    int64_t n_columns() const { return x->ne[1] * x->ne[2] * x->ne[3]; }
+    size_t bytes() const { return static_cast<size_t>(n_columns()) * layout.bytes; }
+    uint8_t * column(int64_t index) const { return columns + index * layout.bytes; }
+};
+
+// One matrix multiplication; the threads take units of work off a common counter, so that uneven cores finish together.
+struct Multiplication {
+    const ggml_tensor * node;
+    const Activation * activation;
+    std::atomic<int64_t> next_unit{0};
+
+    Multiplication(const ggml_tensor * node, const Activation * activation) : node(node), activation(activation) {}
+};
+
+// One of the matrices that a weight tensor stacks in its third and fourth dimension.
+struct WeightMatrix {
+    const TernaryType & type;
+    const uint8_t * data;
+    size_t row_stride;  // of plain rows; 0 if the matrix lies in tiles
+    int64_t n_in;
+    int64_t n_out;
+
+    WeightMatrix(const ggml_tensor * w, int64_t i2, int64_t i3)
+        : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), row_stride(0), n_in(w->ne[0]),
+          n_out(w->ne[1]) {
+        if (is_tiled(w)) {
+            data += static_cast<size_t>(i3 * w->ne[2] + i2) * tiled_bytes(type, n_in, n_out);
+        } else {
+            data += i2 * w->nb[2] + i3 * w->nb[3];
+            row_stride = w->nb[1];
+        }
+    }
+};
+
+// The columns that meet one matrix, and where their results go.
+struct Columns {
+    std::vector<const uint8_t *> in;
+    std::vector<float *> out;
+
+    void clear() {
+        in.clear();
+        out.clear();
+    }
+    void add(const uint8_t * column, float * result) {
+        in.push_back(column);
+        out.push_back(result);
+    }
+};
+
+float * result_row(const ggml_tensor * node, int64_t i1, int64_t i2, int64_t i3) {
+    return reinterpret_cast<float *>(static_cast<char *>(node->data) + i1 * node->nb[1] + i2 * node->nb[2] +
+                                     i3 * node->nb[3]);
+}
+
+// Tiles that a thread takes at a time: a few units for each thread, and not so small that taking them costs.
+int64_t tiles_per_unit(int64_t n_out, int n_threads) {
+    const int64_t per_thread = (tile_count(n_out) + n_threads - 1) / n_threads;
+    return std::clamp<int64_t>(per_thread / 4, 4, 64);
+}
+
+void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
+                    const Columns & columns) {
+    const int group = tile_group(w.type);
+    const auto n_cols = static_cast<int64_t>(columns.in.size());
+    if (w.row_stride == 0) {
+        matmul(kernels(), w.data, group, w.n_out, tile_begin, tile_end, layout, columns.in.data(), n_cols,
+               columns.out.data());
+        return;
+    }
+    // Plain rows are put into a tile as they come.
+    thread_local std::vector<uint8_t> tile;
+    thread_local std::vector<float *> out;
+    tile.resize(tile_bytes(w.n_in, group));
+    for (int64_t t = tile_begin; t < tile_end; t++) {
+        const int64_t row = t * TILE_ROWS;
+        const auto n_rows = static_cast<int>(std::min<int64_t>(TILE_ROWS, w.n_out - row));
+        pack_tile(w.type, w.data + row * w.row_stride, w.row_stride, n_rows, w.n_in, tile.data());
+        out.clear();
+        for (float * result : columns.out) {
+            out.push_back(result + row);
+        }
+        matmul(kernels(), tile.data(), group, n_rows, 0, 1, layout, columns.in.data(), n_cols, out.data());
+    }
+}
+
+// ---- the functions of the custom operations: every thread calls them, ith of nth ----
+
+void quantize_activation(ggml_tensor *, int ith, int nth, void * data) {
+    const Activation & activation = *static_cast<const Activation *>(data);
+    const ggml_tensor * x = activation.x;
+    const int64_t n_groups = activation.layout.n_groups;
+    const int64_t total = activation.n_columns() * n_groups;
+    const int64_t end = total * (ith + 1) / nth;
+    for (int64_t g = total * ith / nth; g < end;) {
+        const int64_t column = g / n_groups;
+        const int64_t first = g % n_groups;
+        const int64_t last = std::min(n_groups, first + end - g);
+        const int64_t i1 = column % x->ne[1];
+        const int64_t i2 = column / x->ne[1] % x->ne[2];
+        const int64_t i3 = column / x->ne[1] / x->ne[2];
+        const auto * values = reinterpret_cast<const float *>(static_cast<const char *>(x->data) + i1 * x->nb[1] +
+                                                              i2 * x->nb[2] + i3 * x->nb[3]);
+        kernels().quantize(activation.layout, values, first, last, activation.column(column));
+        g += last - first;
+    }
+}
+
+void multiply(ggml_tensor *, int ith, int nth, void * data) {
+    auto & task = *static_cast<Multiplication *>(data);
+    const ggml_tensor * node = task.node;
+    const ggml_tensor * w = node->src[0];
+    const ggml_tensor * x = node->src[1];
+    const Activation & activation = *task.activation;
+
+    const int64_t tiles = tile_count(w->ne[1]);
+    const int64_t per_unit = tiles_per_unit(w->ne[1], nth);
+    const int64_t units_per_slice = (tiles + per_unit - 1) / per_unit;
+    const int64_t n_units = units_per_slice * x->ne[2] * x->ne[3];
+
+    thread_local Columns columns;
+    int64_t slice = -1;
+    for (;;) {
+        const int64_t unit = task.next_unit.fetch_add(1, std::memory_order_relaxed);
+        if (unit >= n_units) {
+            break;
+        }
+        const int64_t i2 = unit / units_per_slice % x->ne[2];
+        const int64_t i3 = unit / units_per_slice / x->ne[2];
+        if (unit / units_per_slice != slice) {
+            slice = unit / units_per_slice;
+            columns.clear();
+            for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
+                columns.add(activation.column(slice * x->ne[1] + i1), result_row(node, i1, i2, i3));
+            }
+        }
+        // A weight matrix serves x->ne[2] / w->ne[2] slices (grouped heads).
+        const WeightMatrix matrix(w, i2 / (x->ne[2] / w->ne[2]), i3 / (x->ne[3] / w->ne[3]));
+        const int64_t first = unit % units_per_slice * per_unit;
+        multiply_tiles(matrix, first, std::min(first + per_unit, tiles), activation.layout, columns);
+    }
+    (void)ith;
+}
+
+void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
+    auto & task = *static_cast<Multiplication *>(data);
+    const ggml_tensor * node = task.node;
+    const ggml_tensor * w = node->src[0];
+    const ggml_tensor * x = node->src[1];
+    const ggml_tensor * ids = node->src[2];
+    const Activation & activation = *task.activation;
+    const int64_t n_experts = w->ne[2];
+
+    // Which (slot, token) pairs chose which expert, in order; every thread works this out for itself.
+    thread_local std::vector<std::vector<int64_t>> chosen;
+    thread_local std::vector<int64_t> active;
+    chosen.resize(n_experts);
+    for (auto & pairs : chosen) {
+        pairs.clear();
+    }
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t slot = 0; slot < ids->ne[0]; slot++) {
+            int32_t expert;
+            std::memcpy(&expert, static_cast<const char *>(ids->data) + slot * ids->nb[0] + token * ids->nb[1],
+                        sizeof(expert));
+            if (expert >= 0 && expert < n_experts) {
+                chosen[expert].push_back(token * ids->ne[0] + slot);
+            }
+        }
+    }
+    active.clear();
+    for (int64_t e = 0; e < n_experts; e++) {
+        if (!chosen[e].empty()) {
+            active.push_back(e);
+        }
+    }
+
+    const int64_t tiles = tile_count(w->ne[1]);
+    const int64_t per_unit = tiles_per_unit(w->ne[1], nth);
+    const int64_t units_per_expert = (tiles + per_unit - 1) / per_unit;
+    const int64_t n_units = units_per_expert * static_cast<int64_t>(active.size());
+
+    thread_local Columns columns;
+    int64_t expert = -1;
+    for (;;) {
+        const int64_t unit = task.next_unit.fetch_add(1, std::memory_order_relaxed);
+        if (unit >= n_units) {
+            break;
+        }
+        if (active[unit / units_per_expert] != expert) {
+            expert = active[unit / units_per_expert];
+            columns.clear();
+            for (const int64_t pair : chosen[expert]) {
+                const int64_t slot = pair % ids->ne[0];
+                const int64_t token = pair / ids->ne[0];
+                columns.add(activation.column(token * x->ne[1] + slot % x->ne[1]), result_row(node, slot, token, 0));
+            }
+        }
+        const int64_t first = unit % units_per_expert * per_unit;
+        multiply_tiles(WeightMatrix(w, expert, 0), first, std::min(first + per_unit, tiles), activation.layout,
+                       columns);
+    }
+    (void)ith;
+}
+
+void get_rows(ggml_tensor * dst, int ith, int nth, void *) {
+    const ggml_tensor * w = dst->src[0];
+    const ggml_tensor * ids = dst->src[1];
+    const TernaryType & type = *ternary_type_of(w->type);
+    const int64_t n_rows = ids->ne[0] * ids->ne[1] * ids->ne[2];
+    for (int64_t r = n_rows * ith / nth; r < n_rows * (ith + 1) / nth; r++) {
+        const int64_t i0 = r % ids->ne[0];
+        const int64_t i1 = r / ids->ne[0] % ids->ne[1];
+        const int64_t i2 = r / ids->ne[0] / ids->ne[1];
+        int32_t row;
+        std::memcpy(&row, static_cast<const char *>(ids->data) + i0 * ids->nb[0] + i1 * ids->nb[1] + i2 * ids->nb[2],
+                    sizeof(row));
+        const WeightMatrix matrix(w, i1, i2);
+        float * out = result_row(dst, i0, i1, i2);
+        if (row < 0 || row >= matrix.n_out) {
+            std::memset(out, 0, static_cast<size_t>(matrix.n_in) * sizeof(float));
+        } else if (matrix.row_stride != 0) {
+            dequantize_row(type, matrix.data + row * matrix.row_stride, matrix.n_in, out);
+        } else {
+            const uint8_t * tile = matrix.data + row / TILE_ROWS * tile_bytes(matrix.n_in, tile_group(type));
+            dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), matrix.n_in, tile_group(type), out);
+        }
+    }
+}
+
+bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
+    const auto begin_a = reinterpret_cast<uintptr_t>(a->data);
+    const auto begin_b = reinterpret_cast<uintptr_t>(b->data);
+    return begin_a < begin_b + host().ggml_nbytes(b) && begin_b < begin_a + host().ggml_nbytes(a);
+}
+
+bool moves_no_data(ggml_op op) {
+    return op == host().op_none || op == host().op_view || op == host().op_reshape || op == host().op_permute ||
+           op == host().op_transpose;
+}
+
+}  // namespace
+
+bool is_ternary_op(const ggml_tensor * node) {
+    return (node->op == host().op_mul_mat || node->op == host().op_mul_mat_id || node->op == host().op_get_rows) &&
+           ternary_type_of(node->src[0]->type) != nullptr;
+}
+
+bool supports_ternary_op(const ggml_tensor * node) {
+    const ggml_tensor * w = node->src[0];
+    const ggml_tensor * other = node->src[1];
+    if (node->type != GGML_TYPE_F32 || node->nb[0] != sizeof(float)) {
+        return false;
+    }
+    const TernaryType & type = *ternary_type_of(w->type);
+    if (w->nb[0] != static_cast<size_t>(type.block_bytes) || w->nb[1] < type.row_bytes(w->ne[0])) {
+        return false;  // transposed
+    }
+    if (is_tiled(w) && w->view_src != nullptr &&
+        (w->view_offs != 0 || w->ne[0] != w->view_src->ne[0] || w->ne[1] != w->view_src->ne[1])) {
+        return false;  // a part of a matrix, whose tiles do not follow its rows
+    }
+    if (node->op == host().op_get_rows) {
+        return other->type == GGML_TYPE_I32;
+    }
+    if (other->type != GGML_TYPE_F32 || other->nb[0] != sizeof(float)) {
+        return false;
+    }
+    if (node->op == host().op_mul_mat_id) {
+        return w->ne[3] == 1 && other->ne[3] == 1 && node->src[2]->type == GGML_TYPE_I32;
+    }
+    return other->ne[2] % w->ne[2] == 0 && other->ne[3] % w->ne[3] == 0;
+}
+
+struct GraphRunner::State {
+    std::vector<ggml_tensor *> nodes;
+    std::deque<ggml_tensor> replaced;
+    std::deque<Activation> activations;
+    std::deque<Multiplication> multiplications;
+    uint8_t * scratch = nullptr;
+    size_t scratch_bytes = 0;
+
+    ~State() { std::free(scratch); }
+
+    void reserve_scratch(size_t bytes) {
+        if (bytes > scratch_bytes) {
+            std::free(scratch);
+            scratch_bytes = 0;
+            scratch = static_cast<uint8_t *>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+            if (scratch == nullptr) {
+                throw std::bad_alloc();
+            }
+            scratch_bytes = bytes;
+        }
+    }
+
+    void add_custom(const ggml_tensor * node, ggml_custom_op_t function, void * data) {
+        replaced.push_back(*node);
+        ggml_tensor & custom = replaced.back();
+        custom.op = host().op_custom;
+        const ggml_custom_op_params params{function, GGML_N_TASKS_MAX, data};
+        std::memset(custom.op_params, 0, sizeof(custom.op_params));
+        std::memcpy(custom.op_params, &params, sizeof(params));
+        nodes.push_back(&custom);
+    }
+
+    void build(const ggml_cgraph * graph) {
+        nodes.clear();
+        replaced.clear();
+        activations.clear();
+        multiplications.clear();
+        Activation * current = nullptr;  // whose quantized columns the scratch memory holds at this point
+        size_t needed = 0;
+        for (int i = 0; i < graph->n_nodes; i++) {
+            ggml_tensor * node = graph->nodes[i];
+            if (!is_ternary_op(node) || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+                nodes.push_back(node);
+            } else if (node->op == host().op_get_rows) {
+                add_custom(node, get_rows, nullptr);
+            } else {
+                const ggml_tensor * x = node->src[1];
+                if (current == nullptr || current->x != x) {
+                    current = &activations.emplace_back(x);
+                    needed = std::max(needed, current->bytes());
+                    add_custom(node, quantize_activation, current);
+                }
+                Multiplication & task = multiplications.emplace_back(node, current);
+                add_custom(node, node->op == host().op_mul_mat ? multiply : multiply_experts, &task);
+            }
+            if (current != nullptr && !moves_no_data(node->op) && overlap(node, current->x)) {
+                current = nullptr;
+            }
+        }
+        reserve_scratch(needed);
+        for (Activation & activation : activations) {
+            activation.columns = scratch;
+        }
+    }
+};
+
+GraphRunner::GraphRunner() : state_(std::make_unique<State>()) {}
+GraphRunner::~GraphRunner() = default;
+
+ggml_status GraphRunner::compute(ggml_backend_t cpu, const ggml_cgraph * graph) {
+    ggml_cgraph copy = *graph;
+    try {
+        state_->build(graph);
+    } catch (const std::bad_alloc &) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    copy.nodes = state_->nodes.data();
+    copy.n_nodes = static_cast<int>(state_->nodes.size());
+    copy.uid = 0;
+    return host().ggml_backend_graph_compute(cpu, &copy);
+}
+
+}  // namespace tern
