@@ -1,0 +1,555 @@
+// The Python module ggml_tern._core: the format and the kernels on numpy arrays, without copies.
+//
+// Rows are split over threads; the interpreter's lock is released meanwhile. Whatever is wrong with the arguments is
+// raised as ValueError or TypeError before anything is computed.
+#include "../cpu/kernels.h"
+#include "../format/float16.h"
+#include "../format/gguf_header.h"
+#include "../format/ternarize.h"
+#include "../format/ternary_types.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace py = pybind11;
+using namespace tern;
+
+namespace {
+
+using Bytes = py::array_t<uint8_t>;
+
+// ---- helpers ----
+
+// Calls work(begin, end) for parts of [0, n) on up to n_threads threads (0: as many as the machine has).
+void parallel(int64_t n, int n_threads, const std::function<void(int64_t, int64_t)> & work) {
+    if (n_threads <= 0) {
+        n_threads = std::max(1u, std::thread::hardware_concurrency());
+    }
+    n_threads = static_cast<int>(std::min<int64_t>(n_threads, n));
+    if (n_threads <= 1) {
+        work(0, n);
+        return;
+    }
+    const int64_t part = std::max<int64_t>(1, n / (n_threads * 8));
+    std::atomic<int64_t> next{0};
+    const auto run = [&] {
+        for (int64_t begin; (begin = next.fetch_add(part)) < n;) {
+            work(begin, std::min(begin + part, n));
+        }
+    };
+    std::vector<std::thread> threads;
+    for (int i = 1; i < n_threads; i++) {
+        threads.emplace_back(run);
+    }
+    run();
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+}
+
+const TernaryType & require_type(uint32_t id) {
+    const TernaryType * type = ternary_type(id);
+    if (type == nullptr) {
+        throw py::value_error("type " + std::to_string(id) +
+                              " is not ternary; PQ2_0 (142), PTQ1_0 (143), Q2_0 (42), TQ2_0 (35) and TQ1_0 (34) are");
+    }
+    return *type;
+}
+
+void require_matrix(const py::array & array, const char * name) {
+    if (array.ndim() != 2) {
+        throw py::value_error(std::string(name) + " must have 2 dimensions [n_rows, n], not " +
+                              std::to_string(array.ndim()));
+    }
+    if (!(array.flags() & py::array::c_style)) {
+        throw py::value_error(std::string(name) + " must be C-contiguous; numpy.ascontiguousarray() makes it so");
+    }
+}
+
+void require_dtype(const py::array & array, const char * name, char kind, py::ssize_t size, const char * wanted) {
+    if (array.dtype().kind() != kind || array.itemsize() != size) {
+        throw py::type_error(std::string(name) + " must be " + wanted + ", not " + std::string(py::str(array.dtype())));
+    }
+}
+
+void require_whole_blocks(const TernaryType & type, int64_t n_in, const char * name) {
+    if (n_in % type.block != 0) {
+        throw py::value_error(std::string(name) + " has rows of " + std::to_string(n_in) +
+                              " weights, which is no multiple of the " + std::to_string(type.block) +
+                              " in a block of " + type.name);
+    }
+}
+
+// Rows of packed bytes: returns n_in.
+int64_t require_packed(const TernaryType & type, const py::array & data, const char * name) {
+    require_dtype(data, name, 'u', 1, "uint8");
+    require_matrix(data, name);
+    if (data.shape(1) % type.block_bytes != 0) {
+        throw py::value_error(std::string(name) + " has rows of " + std::to_string(data.shape(1)) +
+                              " bytes, which is no multiple of the " + std::to_string(type.block_bytes) +
+                              " in a block of " + type.name);
+    }
+    return data.shape(1) / type.block_bytes * type.block;
+}
+
+WeightFormat weight_format(const py::array & weights) {
+    const char kind = weights.dtype().kind();
+    if (kind == 'f' && weights.itemsize() == 4) {
+        return WeightFormat::F32;
+    }
+    if (kind == 'f' && weights.itemsize() == 2) {
+        return WeightFormat::F16;
+    }
+    if (kind == 'u' && weights.itemsize() == 2) {
+        return WeightFormat::BF16;
+    }
+    throw py::type_error("weights must be float32, float16 or uint16 (the bits of bfloat16), not " +
+                         std::string(py::str(weights.dtype())));
+}
+
+// ---- codecs ----
+
+py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<Bytes> out, int n_threads) {
+    const TernaryType & type = require_type(type_id);
+    require_matrix(weights, "weights");
+    const WeightFormat format = weight_format(weights);
+    const int64_t n_rows = weights.shape(0);
+    const int64_t n_in = weights.shape(1);
+    require_whole_blocks(type, n_in, "weights");
+    const auto row_bytes = static_cast<py::ssize_t>(type.row_bytes(n_in));
+    if (!out) {
+        out.emplace(std::vector<py::ssize_t>{n_rows, row_bytes});
+    }
+    require_matrix(*out, "out");
+    if (out->shape(0) != n_rows || out->shape(1) != row_bytes) {
+        throw py::value_error("out must have shape [" + std::to_string(n_rows) + ", " + std::to_string(row_bytes) +
+                              "]");
+    }
+
+    const auto * src = static_cast<const char *>(weights.data());
+    auto * dst = out->mutable_data();
+    std::vector<TernarizeStats> rows(n_rows);
+    {
+        const py::gil_scoped_release unlocked;
+        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) {
+                rows[r] = ternarize_row(type, src + r * n_in * weight_bytes(format), format, n_in, dst + r * row_bytes);
+            }
+        });
+    }
+    TernarizeStats total;
+    for (int64_t r = 0; r < n_rows; r++) {
+        if (rows[r].non_finite >= 0) {
+            throw py::value_error("row " + std::to_string(r) + ", column " + std::to_string(rows[r].non_finite) +
+                                  ": NaN, Inf or a magnitude beyond the fp16 range");
+        }
+        total.add(rows[r]);
+    }
+    py::dict stats;
+    stats["n"] = total.n;
+    stats["zeros"] = total.zeros;
+    stats["sum_sq"] = total.sum_sq;
+    stats["sum_sq_error"] = total.sum_sq_error;
+    return py::make_tuple(*out, stats);
+}
+
+Bytes pack(uint32_t type_id, const py::array & trits, const py::array & scales, int n_threads) {
+    const TernaryType & type = require_type(type_id);
+    require_dtype(trits, "trits", 'i', 1, "int8");
+    require_matrix(trits, "trits");
+    require_dtype(scales, "scales", 'f', 4, "float32");
+    require_matrix(scales, "scales");
+    const int64_t n_rows = trits.shape(0);
+    const int64_t n_in = trits.shape(1);
+    require_whole_blocks(type, n_in, "trits");
+    const int64_t n_blocks = n_in / type.block;
+    if (scales.shape(0) != n_rows || scales.shape(1) != n_blocks) {
+        throw py::value_error("scales must have shape [" + std::to_string(n_rows) + ", " + std::to_string(n_blocks) +
+                              "]");
+    }
+    const auto row_bytes = static_cast<py::ssize_t>(type.row_bytes(n_in));
+    Bytes out(std::vector<py::ssize_t>{n_rows, row_bytes});
+    const auto * t = static_cast<const int8_t *>(trits.data());
+    const auto * s = static_cast<const float *>(scales.data());
+    auto * dst = out.mutable_data();
+    std::atomic<bool> bad_trit{false};
+    std::atomic<bool> bad_scale{false};
+    {
+        const py::gil_scoped_release unlocked;
+        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+            std::vector<uint8_t> codes(n_in);
+            std::vector<uint16_t> fp16(n_blocks);
+            for (int64_t r = begin; r < end; r++) {
+                int bad = 0;
+                for (int64_t i = 0; i < n_in; i++) {
+                    const int trit = t[r * n_in + i];
+                    bad |= trit < -1 || trit > 1;
+                    codes[i] = static_cast<uint8_t>(trit + 1);
+                }
+                for (int64_t b = 0; b < n_blocks; b++) {
+                    fp16[b] = fp16_from_fp32(s[r * n_blocks + b]);
+                    if ((fp16[b] & 0x7c00u) == 0x7c00u) {
+                        bad_scale = true;
+                    }
+                }
+                if (bad != 0) {
+                    bad_trit = true;
+                    return;
+                }
+                pack_row(type, codes.data(), fp16.data(), n_in, dst + r * row_bytes);
+            }
+        });
+    }
+    if (bad_trit) {
+        throw py::value_error("trits must be -1, 0 or 1");
+    }
+    if (bad_scale) {
+        throw py::value_error("scales must be finite and within the fp16 range (65504)");
+    }
+    return out;
+}
+
+py::tuple unpack(uint32_t type_id, const py::array & data, int n_threads) {
+    const TernaryType & type = require_type(type_id);
+    const int64_t n_in = require_packed(type, data, "data");
+    const int64_t n_rows = data.shape(0);
+    const int64_t n_blocks = n_in / type.block;
+    py::array_t<int8_t> trits(std::vector<py::ssize_t>{n_rows, n_in});
+    py::array_t<float> scales(std::vector<py::ssize_t>{n_rows, n_blocks});
+    const auto * src = static_cast<const uint8_t *>(data.data());
+    auto * t = trits.mutable_data();
+    auto * s = scales.mutable_data();
+    {
+        const py::gil_scoped_release unlocked;
+        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+            std::vector<uint8_t> codes(n_in);
+            std::vector<uint16_t> fp16(n_blocks);
+            for (int64_t r = begin; r < end; r++) {
+                unpack_row(type, src + r * type.row_bytes(n_in), n_in, codes.data(), fp16.data());
+                std::transform(codes.begin(), codes.end(), t + r * n_in,
+                               [](uint8_t c) { return static_cast<int8_t>(c - 1); });
+                std::transform(fp16.begin(), fp16.end(), s + r * n_blocks, fp32_from_fp16);
+            }
+        });
+    }
+    return py::make_tuple(trits, scales);
+}
+
+py::array_t<float> dequantize(uint32_t type_id, const py::array & data, int n_threads) {
+    const TernaryType & type = require_type(type_id);
+    const int64_t n_in = require_packed(type, data, "data");
+    const int64_t n_rows = data.shape(0);
+    py::array_t<float> weights(std::vector<py::ssize_t>{n_rows, n_in});
+    const auto * src = static_cast<const uint8_t *>(data.data());
+    auto * w = weights.mutable_data();
+    const py::gil_scoped_release unlocked;
+    parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            dequantize_row(type, src + r * type.row_bytes(n_in), n_in, w + r * n_in);
+        }
+    });
+    return weights;
+}
+
+Bytes transcode(uint32_t from_id, uint32_t to_id, const py::array & data, int n_threads) {
+    const TernaryType & from = require_type(from_id);
+    const TernaryType & to = require_type(to_id);
+    const int64_t n_in = require_packed(from, data, "data");
+    const int64_t n_rows = data.shape(0);
+    require_whole_blocks(to, n_in, "data");
+    Bytes out(std::vector<py::ssize_t>{n_rows, static_cast<py::ssize_t>(to.row_bytes(n_in))});
+    const auto * src = static_cast<const uint8_t *>(data.data());
+    auto * dst = out.mutable_data();
+    std::vector<Transcode> results(n_rows);
+    {
+        const py::gil_scoped_release unlocked;
+        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) {
+                results[r] =
+                    transcode_row(from, to, src + r * from.row_bytes(n_in), n_in, dst + r * to.row_bytes(n_in));
+            }
+        });
+    }
+    for (int64_t r = 0; r < n_rows; r++) {
+        const std::string where =
+            std::string(from.name) + " to " + to.name + " would lose information in row " + std::to_string(r) + ": ";
+        if (results[r] == Transcode::UNEQUAL_SCALES) {
+            throw py::value_error(where + "a block of " + std::to_string(to.block) + " weights spans unequal scales");
+        }
+        if (results[r] == Transcode::RESERVED_CODE) {
+            throw py::value_error(where + "it holds the reserved code 3, which has no base-3 digit");
+        }
+    }
+    return out;
+}
+
+// ---- kernels ----
+
+const Kernels & kernels_by_name(const std::optional<std::string> & isa) {
+    if (!isa) {
+        return kernels();
+    }
+    int count;
+    const Kernels * const * tables = available_kernels(&count);
+    for (int i = 0; i < count; i++) {
+        if (*isa == tables[i]->isa) {
+            return *tables[i];
+        }
+    }
+    throw py::value_error("instruction set '" + *isa + "' is unknown or this processor lacks it");
+}
+
+py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, const py::array & x,
+                                  const std::optional<std::string> & isa, int n_threads) {
+    const TernaryType & type = require_type(type_id);
+    const int64_t n_in = require_packed(type, data, "data");
+    require_dtype(x, "x", 'f', 4, "float32");
+    require_matrix(x, "x");
+    if (x.shape(1) != n_in) {
+        throw py::value_error("x has columns of " + std::to_string(x.shape(1)) +
+                              " values, the matrix has n_in = " + std::to_string(n_in));
+    }
+    const Kernels & table = kernels_by_name(isa);
+    const int64_t n_out = data.shape(0);
+    const int64_t n_cols = x.shape(0);
+    py::array_t<float> y(std::vector<py::ssize_t>{n_cols, n_out});
+    const auto * w = static_cast<const uint8_t *>(data.data());
+    const auto * values = static_cast<const float *>(x.data());
+    auto * results = y.mutable_data();
+
+    const py::gil_scoped_release unlocked;
+    const ColumnLayout layout(n_in);
+    std::vector<uint8_t> tiles(tiled_bytes(type, n_in, n_out));
+    pack_tiles(type, w, n_in, n_out, tiles.data());
+    std::vector<uint8_t> quantized(layout.bytes * n_cols);
+    std::vector<const uint8_t *> columns(n_cols);
+    std::vector<float *> outputs(n_cols);
+    for (int64_t c = 0; c < n_cols; c++) {
+        columns[c] = quantized.data() + c * layout.bytes;
+        outputs[c] = results + c * n_out;
+        table.quantize(layout, values + c * n_in, 0, layout.n_groups, quantized.data() + c * layout.bytes);
+    }
+    parallel(tile_count(n_out), n_threads, [&](int64_t begin, int64_t end) {
+        matmul(table, tiles.data(), tile_group(type), n_out, begin, end, layout, columns.data(), n_cols,
+               outputs.data());
+    });
+    return y;
+}
+
+py::list available_isas() {
+    int count;
+    const Kernels * const * tables = available_kernels(&count);
+    py::list names;
+    for (int i = 0; i < count; i++) {
+        names.append(tables[i]->isa);
+    }
+    return names;
+}
+
+Bytes tiles_roundtrip(uint32_t type_id, const py::array & data) {
+    const TernaryType & type = require_type(type_id);
+    const int64_t n_in = require_packed(type, data, "data");
+    const int64_t n_out = data.shape(0);
+    std::vector<uint8_t> tiles(tiled_bytes(type, n_in, n_out));
+    pack_tiles(type, static_cast<const uint8_t *>(data.data()), n_in, n_out, tiles.data());
+    Bytes out(std::vector<py::ssize_t>{n_out, data.shape(1)});
+    unpack_tiles(type, tiles.data(), n_in, n_out, out.mutable_data());
+    return out;
+}
+
+// ---- GGUF headers ----
+
+py::str text(std::string_view bytes) {
+    // Names and strings are UTF-8; bytes that are not are kept visible instead of failing the whole file.
+    PyObject * decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+    if (decoded == nullptr) {
+        throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::str>(decoded);
+}
+
+template <typename T> py::object numbers(const GgufValue & value) {
+    if (value.is_array) {
+        py::array_t<T> array(static_cast<py::ssize_t>(value.count));
+        std::memcpy(array.mutable_data(), value.bytes.data(), value.bytes.size());
+        return array;
+    }
+    T number;
+    std::memcpy(&number, value.bytes.data(), sizeof(number));
+    return py::cast(number);
+}
+
+py::object strings(const GgufValue & value) {
+    py::list list;
+    std::string_view rest = value.bytes;
+    for (uint64_t i = 0; i < value.count; i++) {
+        uint64_t length;
+        std::memcpy(&length, rest.data(), sizeof(length));
+        list.append(text(rest.substr(8, length)));
+        rest.remove_prefix(8 + length);
+    }
+    return value.is_array ? py::object(list) : list[0];
+}
+
+py::object booleans(const GgufValue & value) {
+    if (!value.is_array) {
+        return py::bool_(value.bytes[0] != 0);
+    }
+    py::list list;
+    for (const char b : value.bytes) {
+        list.append(py::bool_(b != 0));
+    }
+    return std::move(list);
+}
+
+py::object python_value(const GgufValue & value) {
+    switch (value.type) {
+    case GgufValueType::UINT8: return numbers<uint8_t>(value);
+    case GgufValueType::INT8: return numbers<int8_t>(value);
+    case GgufValueType::UINT16: return numbers<uint16_t>(value);
+    case GgufValueType::INT16: return numbers<int16_t>(value);
+    case GgufValueType::UINT32: return numbers<uint32_t>(value);
+    case GgufValueType::INT32: return numbers<int32_t>(value);
+    case GgufValueType::UINT64: return numbers<uint64_t>(value);
+    case GgufValueType::INT64: return numbers<int64_t>(value);
+    case GgufValueType::FLOAT32: return numbers<float>(value);
+    case GgufValueType::FLOAT64: return numbers<double>(value);
+    case GgufValueType::BOOL: return booleans(value);
+    case GgufValueType::STRING: return strings(value);
+    case GgufValueType::ARRAY: break;
+    }
+    return py::none();
+}
+
+// OSError(errno, text, path) of the kind that the error number stands for, such as FileNotFoundError.
+[[noreturn]] void raise_os_error(const std::system_error & error, const std::string & path) {
+    errno = error.code().value();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+    throw py::error_already_set();
+}
+
+py::dict read_gguf_header(const std::string & path) {
+    std::optional<MappedFile> mapped;
+    try {
+        mapped.emplace(path);
+    } catch (const std::system_error & error) {
+        raise_os_error(error, path);
+    }
+    const MappedFile & file = *mapped;
+    GgufHeader header;
+    {
+        const py::gil_scoped_release unlocked;
+        header = parse_gguf_header(file.bytes(), file.bytes().size());
+        check_tensor_data(header, file.bytes().size());
+    }
+    py::dict metadata;
+    for (const GgufKey & key : header.metadata) {
+        metadata[text(key.name)] = python_value(key.value);
+    }
+    py::list tensors;
+    for (const GgufTensor & tensor : header.tensors) {
+        py::dict entry;
+        entry["name"] = text(tensor.name);
+        entry["type"] = tensor.type;
+        entry["shape"] = std::vector<uint64_t>(tensor.shape, tensor.shape + tensor.n_dims);
+        entry["offset"] = tensor.offset;
+        entry["nbytes"] = tensor_bytes(tensor);
+        tensors.append(entry);
+    }
+    py::dict result;
+    result["version"] = header.version;
+    result["alignment"] = header.alignment;
+    result["data_offset"] = header.data_offset;
+    result["file_size"] = file.bytes().size();
+    result["metadata"] = metadata;
+    result["tensors"] = tensors;
+    return result;
+}
+
+const TensorTypeInfo & require_info(uint32_t id) {
+    const TensorTypeInfo * info = tensor_type_info(id);
+    if (info == nullptr) {
+        throw py::value_error("unknown tensor type " + std::to_string(id));
+    }
+    return *info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "Ternary block formats, GGUF headers and CPU kernels of ggml-tern, on numpy arrays.";
+
+    py::register_exception<FormatError>(m, "FormatError", PyExc_ValueError);
+    // Every known type as a constant TYPE_<NAME>, so that Python never spells a number.
+    size_t n_types;
+    const TensorTypeInfo * types = tensor_types(&n_types);
+    for (size_t i = 0; i < n_types; i++) {
+        m.attr(("TYPE_" + std::string(types[i].name)).c_str()) = types[i].id;
+    }
+    py::list ternary;
+    for (int i = 0; i < TERNARY_TYPE_COUNT; i++) {
+        ternary.append(TERNARY_TYPES[i].id);
+    }
+    m.attr("TERNARY_TYPES") = py::tuple(ternary);
+
+    m.def(
+        "type_name", [](uint32_t id) { return require_info(id).name; }, py::arg("type"),
+        "Name of a GGUF tensor type id, such as 'PQ2_0'. ValueError for an unknown id.");
+    m.def(
+        "block_size", [](uint32_t id) { return require_info(id).block; }, py::arg("type"),
+        "Weights in one block of a GGUF tensor type id. ValueError for an unknown id.");
+    m.def(
+        "type_size", [](uint32_t id) { return require_info(id).block_bytes; }, py::arg("type"),
+        "Bytes of one block of a GGUF tensor type id. ValueError for an unknown id.");
+
+    m.def("quantize", &quantize, py::arg("type"), py::arg("weights"), py::arg("out") = py::none(),
+          py::arg("n_threads") = 0, R"(
+Ternarize and pack a matrix, each block with the scale that minimizes its squared error.
+
+type: a ternary type id. weights: [n_rows, n_in], C-contiguous, float32, float16 or uint16 (the bits of bfloat16); n_in a
+multiple of the type's block. out: uint8 [n_rows, row_bytes] to write into, or None. n_threads: 0 for all cores.
+
+Returns (data, stats): data uint8 [n_rows, row_bytes]; stats with n, zeros, sum_sq and sum_sq_error over all weights.
+ValueError names the row and column of a weight that is not finite.)");
+    m.def("pack", &pack, py::arg("type"), py::arg("trits"), py::arg("scales"), py::arg("n_threads") = 0, R"(
+Pack ternary values. trits: int8 [n_rows, n_in] of -1, 0, 1. scales: float32 [n_rows, n_in / block], rounded to fp16.
+Returns uint8 [n_rows, row_bytes]. ValueError for other trits and for scales beyond fp16.)");
+    m.def("unpack", &unpack, py::arg("type"), py::arg("data"), py::arg("n_threads") = 0, R"(
+Unpack ternary values. data: uint8 [n_rows, row_bytes].
+Returns (trits int8 [n_rows, n_in] with the reserved code 3 as 2, scales float32 [n_rows, n_in / block]).)");
+    m.def("dequantize", &dequantize, py::arg("type"), py::arg("data"), py::arg("n_threads") = 0,
+          "Decode packed rows, uint8 [n_rows, row_bytes], to float32 [n_rows, n_in].");
+    m.def("transcode", &transcode, py::arg("source_type"), py::arg("target_type"), py::arg("data"),
+          py::arg("n_threads") = 0, R"(
+Repack rows, uint8 [n_rows, row_bytes], from one ternary type to another without loss.
+ValueError where that is not possible: a target block that spans unequal scales, or the reserved code 3 in base 3.)");
+
+    m.def("matmul", &matrix_product, py::arg("type"), py::arg("data"), py::arg("x"), py::arg("isa") = py::none(),
+          py::arg("n_threads") = 0, R"(
+Multiply as the plug-in does. data: uint8 [n_out, row_bytes]. x: float32 [n_cols, n_in], quantized to int8 per group of 128.
+isa: one of available_isas(), None for the plug-in's choice. Returns float32 [n_cols, n_out].)");
+    m.def("available_isas", &available_isas,
+          "Kernel tables that this processor can run, best first: 'avx2', 'generic'.");
+    m.def("tiles_roundtrip", &tiles_roundtrip, py::arg("type"), py::arg("data"),
+          "Pack rows, uint8 [n_rows, row_bytes], into the kernels' tiles and read them back, as the plug-in's buffers "
+          "do.");
+
+    m.def("read_gguf_header", &read_gguf_header, py::arg("path"), R"(
+Read and check the header of a GGUF file.
+
+Returns a dict: version, alignment, data_offset and file_size in bytes, metadata (key to number, bool, str, list, or
+numpy array), and tensors, a list of dicts with name, type (id), shape (ggml's order: n_in first), offset into the data
+section and nbytes. FormatError (a ValueError) says what is wrong with a file, OSError why it cannot be read.)");
+}
