@@ -121,7 +121,7 @@ WeightFormat weight_format(const py::array & weights) {
 
 // ---- codecs ----
 
-py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<Bytes> out, int n_threads) {
+py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<py::array> out, int n_threads) {
     const TernaryType & type = require_type(type_id);
     require_matrix(weights, "weights");
     const WeightFormat format = weight_format(weights);
@@ -130,8 +130,9 @@ py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<By
     require_whole_blocks(type, n_in, "weights");
     const auto row_bytes = static_cast<py::ssize_t>(type.row_bytes(n_in));
     if (!out) {
-        out.emplace(std::vector<py::ssize_t>{n_rows, row_bytes});
+        out = Bytes(std::vector<py::ssize_t>{n_rows, row_bytes});
     }
+    require_dtype(*out, "out", 'u', 1, "uint8");
     require_matrix(*out, "out");
     if (out->shape(0) != n_rows || out->shape(1) != row_bytes) {
         throw py::value_error("out must have shape [" + std::to_string(n_rows) + ", " + std::to_string(row_bytes) +
@@ -139,7 +140,7 @@ py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<By
     }
 
     const auto * src = static_cast<const char *>(weights.data());
-    auto * dst = out->mutable_data();
+    auto * dst = static_cast<uint8_t *>(out->mutable_data());
     std::vector<TernarizeStats> rows(n_rows);
     {
         const py::gil_scoped_release unlocked;

@@ -64,8 +64,18 @@ const TensorTypeInfo TENSOR_TYPES[] = {
     {TYPE_PTQ1_0, "PTQ1_0", 128, 28},
 };
 
+// A name for a message: whatever bytes a file puts there, one line of plain ASCII comes out.
 std::string quoted(std::string_view name) {
-    return "'" + std::string(name.substr(0, 80)) + "'";
+    std::string text = "'";
+    for (const char c : name.substr(0, 80)) {
+        if (c >= ' ' && c <= '~') {
+            text += c;
+        } else {
+            const char * digits = "0123456789abcdef";
+            text += {'\\', 'x', digits[static_cast<unsigned char>(c) >> 4], digits[c & 15]};
+        }
+    }
+    return text + "'";
 }
 
 // A cursor that never reads past the end.

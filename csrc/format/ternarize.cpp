@@ -153,7 +153,10 @@ TernarizeStats ternarize_row(const TernaryType & type, const void * weights, Wei
         for (int l = 0; l < lanes; l++) {
             const uint16_t d = fp16_from_fp32(scale[l]);
             if (d == 0x7c00u) {
-                stats.non_finite = (first + l) * block;
+                const float * group = w + l * block;
+                const float * largest = std::max_element(group, group + block,
+                                                         [](float a, float b) { return std::fabs(a) < std::fabs(b); });
+                stats.non_finite = first * block + (largest - w);
                 return stats;
             }
             assign_codes(w + l * block, block, fp32_from_fp16(d), codes, stats);

@@ -18,8 +18,8 @@ struct TernarizeStats {
     int64_t zeros = 0;        // weights that became 0
     double sum_sq = 0;        // sum of w^2
     double sum_sq_error = 0;  // sum of (w - decoded)^2
-    int64_t non_finite =
-        -1;  // index in the row of the first NaN or Inf, or of the first group whose scale exceeds fp16
+    // Index in the row of the first NaN or Inf, or of a magnitude that takes its group's scale beyond fp16; -1 if none.
+    int64_t non_finite = -1;
 
     void add(const TernarizeStats & other);
 };
