@@ -1,0 +1,41 @@
+// libFuzzer target for the GGUF header reader: whatever the bytes, it returns or throws FormatError.
+//
+//   tests/fuzz/run.sh [SECONDS]      builds with clang under ASan and UBSan and runs from tests/fuzz/corpus
+#include "format/gguf_header.h"
+
+#include <cstdint>
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
+    const std::string_view bytes(reinterpret_cast<const char *>(data), size);
+    uint64_t seen = 0;
+    try {
+        const tern::GgufHeader header = tern::parse_gguf_header(bytes, size);
+        // Everything that is handed out must lie inside the input: read it all.
+        for (const tern::GgufKey & key : header.metadata) {
+            for (const char c : key.value.bytes) {
+                seen += static_cast<unsigned char>(c);
+            }
+            seen += header.find(key.name) == &key.value ? 0 : 1;
+        }
+        for (const tern::GgufTensor & tensor : header.tensors) {
+            if (tensor.type_position + sizeof(uint32_t) > size) {
+                __builtin_trap();
+            }
+            seen += tensor.name.size();
+        }
+        tern::check_tensor_data(header, size);
+        for (const tern::GgufTensor & tensor : header.tensors) {
+            // What the check lets pass can be read.
+            const uint64_t end = header.data_offset + tensor.offset + tern::tensor_bytes(tensor);
+            if (end > size) {
+                __builtin_trap();
+            }
+            seen += bytes[end - 1];
+        }
+    } catch (const tern::FormatError &) {
+        return 0;
+    }
+    static volatile uint64_t sink;
+    sink = seen;
+    return 0;
+}
