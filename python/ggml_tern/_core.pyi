@@ -1,0 +1,50 @@
+"""Types of the extension module; its docstrings are in csrc/bindings/core.cpp. n_threads 0: all of them."""
+
+from os import PathLike
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+TYPE_F32: Final[int]
+TYPE_F16: Final[int]
+TYPE_Q8_0: Final[int]
+TYPE_BF16: Final[int]
+TYPE_TQ1_0: Final[int]
+TYPE_TQ2_0: Final[int]
+TYPE_Q2_0: Final[int]
+TYPE_PQ2_0: Final[int]
+TYPE_PTQ1_0: Final[int]
+TERNARY_TYPES: Final[tuple[int, ...]]
+
+class FormatError(ValueError): ...
+
+def type_name(type: int) -> str: ...
+def block_size(type: int) -> int: ...
+def type_size(type: int) -> int: ...
+def quantize(
+    type: int,
+    weights: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16],
+    out: NDArray[np.uint8] | None = None,
+    n_threads: int = 0,
+) -> tuple[NDArray[np.uint8], dict[str, Any]]: ...
+def pack(
+    type: int, trits: NDArray[np.int8], scales: NDArray[np.float32], n_threads: int = 0
+) -> NDArray[np.uint8]: ...
+def unpack(
+    type: int, data: NDArray[np.uint8], n_threads: int = 0
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]: ...
+def dequantize(type: int, data: NDArray[np.uint8], n_threads: int = 0) -> NDArray[np.float32]: ...
+def transcode(
+    source_type: int, target_type: int, data: NDArray[np.uint8], n_threads: int = 0
+) -> NDArray[np.uint8]: ...
+def matmul(
+    type: int,
+    data: NDArray[np.uint8],
+    x: NDArray[np.float32],
+    isa: str | None = None,
+    n_threads: int = 0,
+) -> NDArray[np.float32]: ...
+def available_isas() -> list[str]: ...
+def tiles_roundtrip(type: int, data: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
+def read_gguf_header(path: str | PathLike[str]) -> dict[str, Any]: ...

@@ -1,0 +1,1 @@
+"""Running models: the plug-in inside a stock llama.cpp host."""

@@ -1,0 +1,14 @@
+"""What all tests share."""
+
+import os
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random inputs, fresh in every run; a test that fails prints the seed that repeats them."""
+    seed = int(os.environ.get("TERN_TEST_SEED") or int.from_bytes(os.urandom(8), "little"))
+    print(f"TERN_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
