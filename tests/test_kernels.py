@@ -1,0 +1,130 @@
+"""The CPU kernels against the plain numpy reference: every instruction set here, odd sizes, extremes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ggml_tern import _core
+from reference import formats as ref
+
+ISAS = _core.available_isas()
+TYPES = [pytest.param(t, id=f.name) for t, f in ref.FORMATS.items()]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(os.environ.get("TERN_TEST_SEED") or int.from_bytes(os.urandom(8), "little"))
+    print(f"TERN_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+def random_matrix(rng: np.random.Generator, type_id: int, n_out: int, n_in: int) -> npt.NDArray[np.uint8]:
+    weights = rng.standard_normal((n_out, n_in)).astype(np.float32)
+    return _core.quantize(type_id, weights)[0]
+
+
+def assert_close(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
+    """Sums of the same integers in the same order: only the rounding of fp32 additions may differ."""
+    scale = np.abs(expected).max() or 1.0
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_matmul_equals_reference(rng: np.random.Generator, type_id: int, isa: str) -> None:
+    fmt = ref.FORMATS[type_id]
+    for n_cols in (1, 2, 5, 6, 7, 64, 65):
+        n_in = fmt.block * int(rng.integers(1, 12))
+        n_out = int(rng.integers(1, 40))
+        data = random_matrix(rng, type_id, n_out, n_in)
+        x = rng.standard_normal((n_cols, n_in)).astype(np.float32) * rng.lognormal(0, 3)
+        assert_close(_core.matmul(type_id, data, x, isa=isa), ref.matmul(fmt, data, x))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_matmul_of_wide_rows(rng: np.random.Generator, isa: str) -> None:
+    fmt = ref.FORMATS[_core.TYPE_PQ2_0]
+    data = random_matrix(rng, _core.TYPE_PQ2_0, 9, 17408)
+    x = rng.standard_normal((513, 17408)).astype(np.float32)
+    assert_close(_core.matmul(_core.TYPE_PQ2_0, data, x, isa=isa), ref.matmul(fmt, data, x))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_of_16_bits_do_not_overflow(isa: str) -> None:
+    """The largest products there are: every code the reserved 3 (+2), every activation at 127 or -127."""
+    fmt = ref.FORMATS[_core.TYPE_PQ2_0]
+    data = np.full((8, fmt.n_bytes * 3), 0xFF, np.uint8)
+    data.reshape(8, 3, fmt.n_bytes)[:, :, :2] = np.array([1.0], np.float16).view(np.uint8)
+    for sign in (1.0, -1.0):
+        x = np.full((6, 3 * fmt.block), sign, np.float32)
+        y = _core.matmul(_core.TYPE_PQ2_0, data, x, isa=isa)
+        np.testing.assert_allclose(y, sign * 2.0 * 3 * fmt.block, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_extreme_scales(type_id: int, isa: str) -> None:
+    fmt = ref.FORMATS[type_id]
+    n_in = fmt.block * 4
+    trits = np.tile(np.array([1, -1, 0, 1], np.int8), (3, n_in // 4))
+    scales = np.tile(np.array([2**-24, 65504, 0, 2**-14], np.float32), (3, 1))
+    data = _core.pack(type_id, trits, scales)
+    rng = np.random.default_rng(1)
+    for magnitude in (1e-30, 1.0, 1e30):
+        x = (rng.standard_normal((3, n_in)) * magnitude).astype(np.float32)
+        x[1] = 0
+        y = _core.matmul(type_id, data, x, isa=isa)
+        assert np.isfinite(y).all() and not y[1].any()
+        assert_close(y, ref.matmul(fmt, data, x))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_bits_do_not_depend_on_batch_or_threads(rng: np.random.Generator, type_id: int, isa: str) -> None:
+    n_in = ref.FORMATS[type_id].block * 5
+    data = random_matrix(rng, type_id, 101, n_in)
+    x = rng.standard_normal((512, n_in)).astype(np.float32)
+    whole = _core.matmul(type_id, data, x, isa=isa, n_threads=1)
+    for n_threads in (1, 2):
+        for batch in (1, 7, 64, 512):
+            parts = [
+                _core.matmul(type_id, data, x[i : i + batch], isa=isa, n_threads=n_threads)
+                for i in range(0, 512, batch)
+            ]
+            assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+def test_instruction_sets_agree(rng: np.random.Generator) -> None:
+    data = random_matrix(rng, _core.TYPE_PTQ1_0, 33, 1280)
+    x = rng.standard_normal((5, 1280)).astype(np.float32)
+    first, *others = (_core.matmul(_core.TYPE_PTQ1_0, data, x, isa=isa) for isa in ISAS)
+    for other in others:
+        assert_close(other, first)
+
+
+@pytest.mark.parametrize("type_id", TYPES)
+def test_tiles_give_back_the_bytes(rng: np.random.Generator, type_id: int) -> None:
+    for n_out in (1, 7, 8, 9, 63):
+        data = random_matrix(rng, type_id, n_out, ref.FORMATS[type_id].block * int(rng.integers(1, 9)))
+        assert _core.tiles_roundtrip(type_id, data).tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"x": np.zeros((1, 64), np.float32)}, "n_in = 128"),
+        ({"x": np.zeros(128, np.float32)}, "2 dimensions"),
+        ({"x": np.zeros((1, 128))}, "float32"),
+        ({"isa": "z80"}, "z80"),
+        ({"data": np.zeros((1, 33), np.uint8)}, "33 bytes"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: str) -> None:
+    good: dict[str, Any] = {"data": np.zeros((1, 34), np.uint8), "x": np.zeros((1, 128), np.float32)}
+    with pytest.raises((ValueError, TypeError), match=error):
+        _core.matmul(_core.TYPE_PQ2_0, **{**good, **arguments})
