@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from ggml_tern import _core
 CORPUS = sorted((Path(__file__).parent / "fuzz" / "corpus").iterdir())
 
 
-def read(tmp_path: Path, data: bytes) -> dict:
+def read(tmp_path: Path, data: bytes) -> dict[str, Any]:
     path = tmp_path / "file.gguf"
     path.write_bytes(data)
     return _core.read_gguf_header(str(path))
