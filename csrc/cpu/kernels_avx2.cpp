@@ -71,6 +71,16 @@ inline __m256i broadcast4(const uint8_t * q) {
     return _mm256_set1_epi32(four);
 }
 
+// Asks for the memory PREFETCH_BYTES ahead of the group at `codes`, into the next tile at the end of this one. The
+// processor's own prefetcher stops at every 4 KiB page, which costs decode more than the arithmetic does.
+constexpr int PREFETCH_BYTES = 8192;
+
+template <int GROUP> inline void prefetch_group(const uint8_t * codes) {
+    for (int line = 0; line < GROUP * 2; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char *>(codes + PREFETCH_BYTES + line), _MM_HINT_T0);
+    }
+}
+
 template <int GROUP, int COLS>
 void tile_kernel(const uint8_t * tile, const ColumnLayout & layout, const uint8_t * const * columns,
                  float (*outputs)[TILE_ROWS]) {
@@ -87,6 +97,7 @@ void tile_kernel(const uint8_t * tile, const ColumnLayout & layout, const uint8_
         for (int c = 0; c < COLS; c++) {
             acc[c] = _mm256_setzero_si256();
         }
+        prefetch_group<GROUP>(codes);
         for (int64_t i = begin; i < begin + GROUP; i += 16) {
             const __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
             codes += 32;
