@@ -8,7 +8,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 PY := .venv/bin/python
-CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 
 # The venv's cmake and ninja, for all that is started here.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)

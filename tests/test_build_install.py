@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,8 +162,13 @@ def test_enable_says_why_it_cannot(tmp_path: Path) -> None:
 
 
 def test_another_llama_cpp_must_be_a_source_tree(tmp_path: Path) -> None:
+    # The environment's cmake need not be on the PATH of whoever runs the tests.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=path)
+    assert cmake is not None
     result = subprocess.run(
-        ["cmake", "-S", str(REPOSITORY), "-B", str(tmp_path / "build"), f"-DTERN_LLAMA_CPP_DIR={tmp_path}"],
+        [cmake, "-S", str(REPOSITORY), "-B", str(tmp_path / "build"), f"-DTERN_LLAMA_CPP_DIR={tmp_path}"],
+        env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
     )
