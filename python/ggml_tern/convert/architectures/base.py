@@ -1,0 +1,103 @@
+"""What an architecture tells the rest of the converter: its tensors, their names, and its metadata."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_tern.convert.architectures.config import Config
+
+
+class Role(enum.Enum):
+    """What a tensor is for, which decides its type in the file."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    MATRIX = "matrix"
+    #: Norms and biases: one-dimensional, kept in float32.
+    VECTOR = "vector"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the GGUF file and how it comes about.
+
+    Attributes:
+        name: its name in the GGUF file.
+        shape: (n_out, n_in) of a matrix, (n,) of a vector.
+        role: what it is for.
+        source: its name in the checkpoint, after `Architecture.canonical_name`; None for a computed tensor.
+        row_order: output row i is source row row_order[i]; None keeps the order.
+        shift: added to every element, in float32.
+        values: the content of a computed tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    source: str | None = None
+    row_order: NDArray[np.intp] | None = None
+    shift: float = 0.0
+    values: NDArray[np.float32] | None = None
+
+
+class Architecture(ABC):
+    """A model family. A subclass names its checkpoints, lists its tensors and writes its metadata.
+
+    Attributes:
+        hf_names: the values of `architectures` in config.json that it serves.
+        model_arch: gguf-py's constant for the llama.cpp architecture.
+        n_blocks: the number of transformer blocks.
+        vocab_size: rows of the embedding.
+        tied: whether the head is the embedding.
+    """
+
+    hf_names: ClassVar[tuple[str, ...]]
+    model_arch: ClassVar[gguf.MODEL_ARCH]
+    #: `tie_word_embeddings` of the transformers class when config.json does not give it.
+    tied_by_default: ClassVar[bool]
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        quantization = config.section("quantization_config")
+        if quantization is not None:
+            method = quantization.string("quant_method", "unknown")
+            raise config.error(
+                f"the checkpoint is quantized ({method}); ternconv reads BF16, F16 and F32 weights"
+            )
+        self.n_blocks = config.integer("num_hidden_layers")
+        self.tied = config.boolean("tie_word_embeddings", self.tied_by_default)
+        self._names = gguf.get_tensor_name_map(self.model_arch, self.n_blocks)
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @abstractmethod
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        """Write the architecture's own keys (context length, heads, rope, ...)."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[TensorSpec]:
+        """Every tensor of the GGUF file, in file order."""
+
+    def canonical_name(self, name: str) -> str | None:
+        """The name of a checkpoint tensor as `tensors` spells it; None for one that the model does not need.
+
+        Old checkpoints store the rotary frequencies, which follow from the configuration.
+        """
+        return None if name.endswith(".rotary_emb.inv_freq") else name
+
+    def spec(self, source: str, shape: tuple[int, ...], role: Role, **how: object) -> TensorSpec:
+        """The TensorSpec of a checkpoint tensor, named by gguf-py's tensor map."""
+        name = self._names.get_name(source, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise KeyError(f"gguf-py has no name for {source} in {self.model_arch.name}")
+        return TensorSpec(name=name, shape=shape, role=role, source=source, **how)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""Typed access to a model's config.json: a wrong or missing key is one clear line and not a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ggml_tern.errors import TernError
+
+
+class Config:
+    """A JSON object from config.json. Every getter raises TernError naming the key, what was found and what
+    was expected.
+
+    A key that is absent or null counts as not given: it takes `default`, and is an error where there is none.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    def error(self, message: str) -> TernError:
+        """A TernError that names the file."""
+        return TernError(f"{self._where}: {message}")
+
+    def _fail(self, key: str, expected: str) -> TernError:
+        if self._values.get(key) is None:
+            return self.error(f"has no {key}; expected {expected}")
+        return self.error(f"{key} is {self._values[key]!r}; expected {expected}")
+
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._fail(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self._fail(key, "a positive number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._fail(key, "true or false")
+        return value
+
+    def string(self, key: str, default: str) -> str:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self._fail(key, "a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; empty when not given."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._fail(key, "a list of strings")
+        return value
+
+    def section(self, key: str) -> Config | None:
+        """The object under `key`, None when not given."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._fail(key, "an object")
+        return Config(value, f"{self._where}: {key}")
+
+    def require(self, key: str, default: object, supported: object) -> None:
+        """Raise TernError unless `key`, which means `default` when not given, is what llama.cpp's graph
+        computes."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if value != supported:
+            raise self.error(f"{key} is {value!r}; llama.cpp runs this architecture only with {supported!r}")
