@@ -19,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 N_CTX = 128
 
 
@@ -174,6 +177,79 @@ def abort_a_decode(path: str) -> list[int]:
         token = (llama_cpp.llama_token * 1)(5)
         codes.append(int(llama_cpp.llama_decode(llm.ctx, llama_cpp.llama_batch_get_one(token, 1))))
     return codes
+
+
+class _Tensor(ctypes.Structure):
+    """struct ggml_tensor, of the pinned version (unchanged for many)."""
+
+
+_Tensor._fields_ = (
+    ("type", ctypes.c_int),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * 4),
+    ("nb", ctypes.c_size_t * 4),
+    ("op", ctypes.c_int),
+    ("op_params", ctypes.c_int32 * 16),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.POINTER(_Tensor) * 10),
+    ("view_src", ctypes.c_void_p),
+    ("view_offs", ctypes.c_size_t),
+    ("data", ctypes.c_void_p),
+    ("name", ctypes.c_char * 64),
+)
+
+
+def _values(tensor: _Tensor) -> npt.NDArray[np.float32]:
+    """The float32 values of a contiguous tensor in host memory, [rows, ne0]."""
+    count = int(np.prod(tensor.ne))
+    values: npt.NDArray[np.float32] = np.ctypeslib.as_array(
+        (ctypes.c_float * count).from_address(tensor.data)
+    )
+    return values.reshape(-1, tensor.ne[0]).copy()
+
+
+def products(path: str, tokens: list[int], n_batch: int, n_gpu_layers: int, out: str) -> None:
+    """Evaluates tokens and writes every product with a weight matrix to the .npz file out: for weight NAME
+    its input NAME/x, float32 [n_tokens, n_in], and its output NAME/y [n_tokens, n_out]."""
+    import llama_cpp
+
+    found: dict[str, list[npt.NDArray[np.float32]]] = {}
+    describe = llama_cpp.llama_cpp._lib.ggml_op_desc
+    describe.argtypes, describe.restype = [ctypes.c_void_p], ctypes.c_char_p
+
+    def on_node(address: int, ask: bool, _: Any) -> bool:
+        tensor = ctypes.cast(address, ctypes.POINTER(_Tensor)).contents
+        if describe(address) != b"MUL_MAT":
+            return not ask
+        name = tensor.src[0].contents.name.decode()
+        if not name.endswith(".weight"):
+            return not ask
+        if not ask:
+            found.setdefault(f"{name}/x", []).append(_values(tensor.src[1].contents))
+            found.setdefault(f"{name}/y", []).append(_values(tensor))
+        return True
+
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, None)
+    model_parameters = llama_cpp.llama_model_default_params()
+    model_parameters.n_gpu_layers = n_gpu_layers
+    model = llama_cpp.llama_model_load_from_file(path.encode(), model_parameters)
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = N_CTX, n_batch, n_batch
+    parameters.n_threads = parameters.n_threads_batch = 2
+    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(on_node)
+    parameters.cb_eval = callback
+    context = llama_cpp.llama_init_from_model(model, parameters)
+    for first in range(0, len(tokens), n_batch):
+        part = tokens[first : first + n_batch]
+        ids = (llama_cpp.llama_token * len(part))(*part)
+        if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, len(part))) != 0:
+            raise AssertionError("llama_decode failed")
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    arrays: dict[str, Any] = {key: np.concatenate(parts) for key, parts in found.items()}
+    np.savez(out, **arrays)
 
 
 def crash() -> None:

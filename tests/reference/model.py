@@ -54,7 +54,7 @@ class Model:
         key = f"{self.arch}.{name}"
         return self._keys.get(key, *default) if default else self._keys[key]
 
-    def _raw(self, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
+    def raw(self, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
         """(type id, uint8 [n_out, row_bytes]) of a tensor; a vector is one row."""
         t = self._tensors[name]
         n_out = int(np.prod(t["shape"][1:]))
@@ -63,7 +63,7 @@ class Model:
 
     def weights(self, name: str) -> F32:
         """float32 [n_out, n_in], decoded by the reference codecs, or gguf-py's for stock types."""
-        kind, data = self._raw(name)
+        kind, data = self.raw(name)
         if kind in formats.FORMATS:
             return formats.dequantize(formats.FORMATS[kind], data)
         values: F32 = gguf.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float32)
@@ -71,15 +71,17 @@ class Model:
 
     def _linear(self, x: F32, name: str) -> F32:
         """float32 [n_tokens, n_in] -> [n_tokens, n_out]."""
-        kind, data = self._raw(name)
+        kind, data = self.raw(name)
         if self.arithmetic == "int8" and kind in formats.FORMATS:
             return formats.matmul(formats.FORMATS[kind], data, x)
-        return x @ self.weights(name).T
+        product: F32 = x @ self.weights(name).T
+        return product
 
     def _norm(self, x: F32, name: str) -> F32:
         """RMS norm over the last axis, times the weights of tensor `name`."""
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + self.eps) * self.weights(name)[0]
+        normed: F32 = x / np.sqrt(mean_square + self.eps) * self.weights(name)[0]
+        return normed
 
     def _rotate(self, x: F32, base: float) -> F32:
         """Rotary position embedding of x, float32 [n_tokens, heads, head_dim]: Llama files rotate

@@ -1,0 +1,290 @@
+"""The plug-in's operations: ggml's own test program on the device, and our types against the reference.
+
+`test-backend-ops` compares the device with the stock CPU backend, but knows stock types only; PQ2_0 and
+PTQ1_0, and what ggml's test does not ask of the others (identical bits whatever the batch and the threads,
+buffers that give their bytes back), are asked here through the same C API.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import numpy as np
+import pytest
+
+from ggml_tern import _core
+from ggml_tern.runtime import host
+from reference import formats as ref
+from reference import one_op
+from reference.one_op import Op
+
+DEVICES = [pytest.param(one_op.IGPU, id="IGPU"), pytest.param(one_op.ACCEL, id="ACCEL")]
+TYPES = [pytest.param(t, id=f.name) for t, f in ref.FORMATS.items()]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(os.environ.get("TERN_TEST_SEED") or int.from_bytes(os.urandom(8), "little"))
+    print(f"TERN_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+def random_blocks(rng: np.random.Generator, fmt: ref.Format, n_out: int, n_in: int) -> ref.U8:
+    trits = rng.integers(-1, 2, (n_out, n_in), np.int8)
+    scales = rng.lognormal(-3, 1, (n_out, n_in // fmt.block)).astype(np.float16).astype(np.float32)
+    return ref.pack(fmt, trits, scales)
+
+
+def any_blocks(rng: np.random.Generator, fmt: ref.Format, n_out: int, n_in: int) -> ref.U8:
+    """Random bytes, with scales of any finite value."""
+    blocks = rng.integers(0, 256, (n_out, n_in // fmt.block, fmt.n_bytes), np.uint8)
+    scales = rng.integers(0, 0x7C00, (n_out, n_in // fmt.block, 1), np.uint16)
+    scales |= rng.integers(0, 2, scales.shape, np.uint16) << np.uint16(15)
+    blocks[..., fmt.scale_at : fmt.scale_at + 2] = scales.view(np.uint8)
+    return blocks.reshape(n_out, -1)
+
+
+def random_activations(rng: np.random.Generator, *shape: int) -> ref.F32:
+    """Gaussian with outliers, one all-zero group, and tokens of very different size."""
+    x = rng.standard_normal(shape) ** 3 * rng.lognormal(0, 3, (*shape[:-1], 1))
+    x[..., : min(128, shape[-1])][0] = 0
+    return x.astype(np.float32)
+
+
+def assert_matches(fmt: ref.Format, weights: ref.U8, x: ref.F32, y: ref.F32) -> None:
+    """y, float32 [n_tokens, n_out], is the integer reference but for fp32 rounding, and but for single
+    steps of the activation quantization, where x/d falls on a tie."""
+    want = ref.matmul(fmt, weights, x)
+    magnitude = np.abs(x) @ np.abs(ref.dequantize(fmt, weights)).T
+    _, d = ref.quantize_activations(x)
+    step = d.max(axis=1)[:, None] * ref.unpack(fmt, weights)[1].max(axis=1)[None, :]
+    error = np.abs(y - want)
+    assert (error <= 4e-6 * magnitude + 2 * step).all()
+    assert np.mean(error <= 4e-6 * magnitude) > 0.99
+
+
+# ---- the kernels alone, every instruction set ----
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("type_id", TYPES)
+def test_kernels(type_id: int, isa: str, rng: np.random.Generator) -> None:
+    """Fewer rows than a tile, tiles and a rest, more columns than a kernel takes at a time."""
+    fmt = ref.FORMATS[type_id]
+    unit = 64 if type_id == ref.Q2_0.type_id else max(fmt.block, 128)
+    for n_out, n_units, n_cols in [(1, 1, 1), (7, 3, 2), (8, 2, 6), (67, 5, 7), (130, 9, 33)]:
+        weights = random_blocks(rng, fmt, n_out, n_units * unit)
+        x = random_activations(rng, n_cols, n_units * unit)
+        y = _core.matmul(type_id, weights, x, isa=isa)
+        assert y.dtype == np.float32 and y.shape == (n_cols, n_out)
+        assert_matches(fmt, weights, x, y)
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("type_id", TYPES)
+def test_kernels_give_the_same_bits_whatever_the_split(
+    type_id: int, isa: str, rng: np.random.Generator
+) -> None:
+    fmt = ref.FORMATS[type_id]
+    weights, x = random_blocks(rng, fmt, 203, 1280), random_activations(rng, 64, 1280)
+    whole = _core.matmul(type_id, weights, x, isa=isa, n_threads=1).view(np.uint32)
+    for n_threads in (2, 3, 0):
+        again = _core.matmul(type_id, weights, x, isa=isa, n_threads=n_threads)
+        assert np.array_equal(again.view(np.uint32), whole)
+    for first, n_cols in [(0, 1), (63, 1), (5, 7), (17, 31)]:
+        part = np.ascontiguousarray(x[first : first + n_cols])
+        y = _core.matmul(type_id, weights, part, isa=isa)
+        assert np.array_equal(y.view(np.uint32), whole[first : first + n_cols])
+    some_rows = np.ascontiguousarray(weights[11:18])
+    assert np.array_equal(_core.matmul(type_id, some_rows, x, isa=isa).view(np.uint32), whole[:, 11:18])
+
+
+@pytest.mark.parametrize("type_id", TYPES)
+def test_largest_products(type_id: int) -> None:
+    """Every activation at +-127 against every code at its largest: where a narrow sum would overflow."""
+    fmt = ref.FORMATS[type_id]
+    n_in = 4 * max(fmt.block, 128)
+    n_codes = 3 if fmt.base3 else 4
+    for code in range(n_codes):
+        trits = np.full((9, n_in), code - 1, np.int8)
+        weights = ref.pack(fmt, trits, np.full((9, n_in // fmt.block), 0.5, np.float32))
+        for sign in (1, -1):
+            x = np.full((7, n_in), sign * 127, np.float32)
+            want = np.full((7, 9), sign * 127 * (code - 1) * 0.5 * n_in, np.float32)
+            for isa in _core.available_isas():
+                assert np.array_equal(_core.matmul(type_id, weights, x, isa=isa), want), (code, sign, isa)
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+def test_bad_activations_stay_with_their_token(isa: str, rng: np.random.Generator) -> None:
+    """An infinity or NaN makes its own token's results not finite and leaves the others' bits alone."""
+    weights, x = random_blocks(rng, ref.PQ2_0, 33, 512), random_activations(rng, 5, 512)
+    good = _core.matmul(142, weights, x, isa=isa)
+    for bad in (np.nan, np.inf, -np.inf):
+        spoiled = x.copy()
+        spoiled[2, 200] = bad
+        y = _core.matmul(142, weights, spoiled, isa=isa)
+        assert np.array_equal(np.delete(y, 2, 0), np.delete(good, 2, 0))
+        assert not np.isfinite(y[2]).any(), bad
+
+
+@pytest.mark.parametrize("type_id", TYPES)
+def test_tiles_give_the_bytes_back(type_id: int, rng: np.random.Generator) -> None:
+    fmt = ref.FORMATS[type_id]
+    for n_out in (1, 7, 8, 64, 201):
+        n_in = 4 * max(fmt.block, 128)
+        weights = random_blocks(rng, fmt, n_out, n_in) if fmt.base3 else any_blocks(rng, fmt, n_out, n_in)
+        assert np.array_equal(_core.tiles_roundtrip(type_id, weights), weights)
+
+
+# ---- ggml's own test program ----
+
+
+def backend_ops(*arguments: str) -> tuple[int, str]:
+    """(exit code, output without colours) of `test-backend-ops test -b TERN0 ARGUMENTS`."""
+    done = subprocess.run(
+        [host.llama_cpp_dir() / "test-backend-ops", "test", "-b", host.DEVICE, *arguments],
+        env=host.host_environment(stock=False),
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+
+
+def assert_passes(output: str, code: int, at_least: int) -> None:
+    failed = [line for line in output.splitlines() if "FAIL" in line]
+    counts = re.search(r"(\d+)/(\d+) tests passed", output)
+    assert counts, output[-2000:]
+    assert not failed and code == 0, "\n".join(failed[:20])
+    assert counts[1] == counts[2] and int(counts[1]) >= at_least
+
+
+@pytest.mark.parametrize(
+    "op, params, at_least",
+    [
+        ("MUL_MAT", "type_a=(q2_0|tq1_0|tq2_0|f32|f16),", 300),
+        ("MUL_MAT_ID", "type_a=(q2_0|tq1_0|tq2_0|f32|f16),", 100),
+        ("GET_ROWS", "type=(q2_0|tq1_0|tq2_0|f32|f16),", 20),
+        # A quick sample of what is handed on to the stock backend; the whole list takes an hour.
+        ("RMS_NORM,SILU,SWIGLU,SCALE,SET_ROWS,SOFT_MAX", "", 500),
+    ],
+)
+def test_stock_backend_ops(op: str, params: str, at_least: int) -> None:
+    code, output = backend_ops("-o", op, *(["-p", params] if params else []))
+    assert_passes(output, code, at_least)
+
+
+# ---- the five types, against the reference ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_mul_mat(type_id: int, device: int, rng: np.random.Generator) -> None:
+    """Odd numbers of rows and tokens, and the smallest inputs: fewer rows than a kernel handles at a time."""
+    fmt = ref.FORMATS[type_id]
+    ops = []
+    for n_out, n_blocks, n_tokens in [(1, 1, 1), (3, 2, 5), (67, 3, 1), (130, 5, 33), (1021, 9, 3)]:
+        n_in = n_blocks * max(fmt.block, 128)
+        weights = random_blocks(rng, fmt, n_out, n_in)
+        ops.append(Op("mul_mat", type_id, n_in, weights, random_activations(rng, n_tokens, n_in)))
+    for op, result in zip(ops, one_op.in_new_process(one_op.run_all, ops, device, [2]), strict=True):
+        assert result.supported
+        assert op.x is not None
+        assert_matches(fmt, op.weights, op.x, result.y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_same_bits_for_any_batch_and_threads(type_id: int, device: int, rng: np.random.Generator) -> None:
+    fmt = ref.FORMATS[type_id]
+    n_out, n_in = 515, 1280
+    weights = random_blocks(rng, fmt, n_out, n_in)
+    x = random_activations(rng, 512, n_in)
+    # The same tokens at other places in other batches.
+    parts = [slice(0, 512), slice(0, 1), slice(5, 12), slice(64, 128), slice(300, 301), slice(12, 15)]
+    ops = [Op("mul_mat", type_id, n_in, weights, np.ascontiguousarray(x[p])) for p in parts]
+    results = one_op.in_new_process(one_op.run_all, ops, device, [1, 2, 3])
+    whole = results[0].y
+    for i, result in enumerate(results):
+        part = parts[i // 3]
+        assert np.array_equal(result.y.view(np.uint32), whole[part].view(np.uint32)), (part, i % 3 + 1)
+    assert_matches(fmt, weights, x, whole)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_buffers_give_the_bytes_back(type_id: int, device: int, rng: np.random.Generator) -> None:
+    """Whatever the layout that the buffer keeps; two-bit types also with the fourth code and odd scales."""
+    fmt = ref.FORMATS[type_id]
+    n_in = 4 * max(fmt.block, 128)
+    ops = []
+    for n_out in (1, 7, 64, 201):
+        weights = random_blocks(rng, fmt, n_out, n_in) if fmt.base3 else any_blocks(rng, fmt, n_out, n_in)
+        ops.append(Op("mul_mat", type_id, n_in, weights, random_activations(rng, 2, n_in)))
+    for op, result in zip(ops, one_op.in_new_process(one_op.run_all, ops, device, [2]), strict=True):
+        data = op.weights.tobytes()
+        third = len(data) // 3
+        assert result.weights_read == data
+        assert result.piece_read == data[third : 2 * third]
+
+
+@pytest.mark.parametrize("type_id", [142, 42, 35])
+def test_the_fourth_code_counts_as_plus_two(type_id: int, rng: np.random.Generator) -> None:
+    fmt = ref.FORMATS[type_id]
+    n_in = 3 * max(fmt.block, 128)
+    trits = rng.integers(-1, 3, (37, n_in), np.int8)
+    weights = ref.pack(fmt, trits, np.full((37, n_in // fmt.block), 0.25, np.float32))
+    x = random_activations(rng, 9, n_in)
+    result = one_op.in_new_process(one_op.run, Op("mul_mat", type_id, n_in, weights, x), one_op.IGPU, 2)
+    assert_matches(fmt, weights, x, result.y)
+
+
+def test_q2_0_rows_of_an_odd_number_of_blocks(rng: np.random.Generator) -> None:
+    """Rows of 64 * odd weights end in half a group of activations."""
+    ops = []
+    for n_blocks in (1, 3, 11):
+        weights = random_blocks(rng, ref.Q2_0, 21, 64 * n_blocks)
+        ops.append(Op("mul_mat", 42, 64 * n_blocks, weights, random_activations(rng, 5, 64 * n_blocks)))
+    for op, result in zip(ops, one_op.in_new_process(one_op.run_all, ops, one_op.IGPU, [2]), strict=True):
+        assert op.x is not None
+        # Such a row may be left to the stock kernel, which quantizes activations in groups of its own.
+        want = op.x @ ref.dequantize(ref.Q2_0, op.weights).T
+        assert np.linalg.norm(result.y - want) <= 0.02 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+@pytest.mark.parametrize("type_id", TYPES)
+def test_mul_mat_id(type_id: int, per_expert: bool, rng: np.random.Generator) -> None:
+    """Experts that nobody picks and one that all pick; per_expert: an input of its own for each expert."""
+    fmt = ref.FORMATS[type_id]
+    n_experts, n_used, n_tokens, n_out, n_in = 6, 3, 19, 70, 2 * max(fmt.block, 128)
+    weights = random_blocks(rng, fmt, n_experts * n_out, n_in).reshape(n_experts, n_out, -1)
+    x = random_activations(rng, n_tokens, n_used if per_expert else 1, n_in)
+    ids = np.stack([rng.permutation(n_experts - 2)[:n_used] for _ in range(n_tokens)]).astype(np.int32)
+    ids[:, 0] = n_experts - 1
+    op = Op("mul_mat_id", type_id, n_in, weights, x, ids)
+    one, two = one_op.in_new_process(one_op.run_all, [op], one_op.IGPU, [1, 2])
+    assert one.supported
+    assert np.array_equal(one.y.view(np.uint32), two.y.view(np.uint32))
+    assert one.weights_read == weights.tobytes()
+    for slot in range(n_used):
+        for expert in range(n_experts):
+            tokens = np.flatnonzero(ids[:, slot] == expert)
+            if tokens.size:
+                inputs = np.ascontiguousarray(x[tokens, slot if per_expert else 0])
+                assert_matches(fmt, weights[expert], inputs, one.y[tokens, slot])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", TYPES)
+def test_get_rows(type_id: int, device: int, rng: np.random.Generator) -> None:
+    fmt = ref.FORMATS[type_id]
+    n_in = 3 * max(fmt.block, 128)
+    weights = random_blocks(rng, fmt, 101, n_in)
+    ids = np.concatenate([[0, 100, 100], rng.integers(0, 101, 40)]).astype(np.int32)
+    op = Op("get_rows", type_id, n_in, weights, ids=ids)
+    for result in one_op.in_new_process(one_op.run_all, [op], device, [1, 2]):
+        assert result.supported
+        assert np.array_equal(result.y, ref.dequantize(fmt, weights)[ids])
