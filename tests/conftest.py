@@ -5,6 +5,11 @@ import os
 import numpy as np
 import pytest
 
+from ggml_tern.runtime import host
+
+# A llama-cpp-python without libraries of its own, as `make test` installs it, gets ours.
+os.environ.update(host.library_variables())
+
 
 @pytest.fixture
 def rng() -> np.random.Generator:

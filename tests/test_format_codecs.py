@@ -5,7 +5,6 @@ The seed of a run is printed with every failure; TERN_TEST_SEED=<seed> repeats i
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +20,6 @@ from reference import formats as ref
 TYPES = [pytest.param(t, id=f.name) for t, f in ref.FORMATS.items()]
 # Odd numbers of rows, so that no split of work between threads comes out even.
 ROWS_AND_BLOCKS = [(1, 1), (3, 5), (129, 2), (7, 33)]
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    seed = int(os.environ.get("TERN_TEST_SEED") or int.from_bytes(os.urandom(8), "little"))
-    print(f"TERN_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 def random_ternary(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,6 @@ from reference import formats as ref
 
 ISAS = _core.available_isas()
 TYPES = [pytest.param(t, id=f.name) for t, f in ref.FORMATS.items()]
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    seed = int(os.environ.get("TERN_TEST_SEED") or int.from_bytes(os.urandom(8), "little"))
-    print(f"TERN_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 def random_matrix(rng: np.random.Generator, type_id: int, n_out: int, n_in: int) -> npt.NDArray[np.uint8]:

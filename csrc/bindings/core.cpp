@@ -11,11 +11,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -141,22 +143,30 @@ py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<py
 
     const auto * src = static_cast<const char *>(weights.data());
     auto * dst = static_cast<uint8_t *>(out->mutable_data());
-    std::vector<TernarizeStats> rows(n_rows);
+    // Blocks do not span rows, so the rows of one part are ternarized as a single long one. Parts do not depend on the
+    // number of threads, nor does the order in which their statistics are added.
+    const int64_t part_rows = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, n_in));
+    const int64_t n_parts = (n_rows + part_rows - 1) / part_rows;
+    std::vector<TernarizeStats> parts(n_parts);
     {
         const py::gil_scoped_release unlocked;
-        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; r++) {
-                rows[r] = ternarize_row(type, src + r * n_in * weight_bytes(format), format, n_in, dst + r * row_bytes);
+        parallel(n_parts, n_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t p = begin; p < end; p++) {
+                const int64_t row = p * part_rows;
+                const int64_t n = std::min(part_rows, n_rows - row) * n_in;
+                parts[p] =
+                    ternarize_row(type, src + row * n_in * weight_bytes(format), format, n, dst + row * row_bytes);
             }
         });
     }
     TernarizeStats total;
-    for (int64_t r = 0; r < n_rows; r++) {
-        if (rows[r].non_finite >= 0) {
-            throw py::value_error("row " + std::to_string(r) + ", column " + std::to_string(rows[r].non_finite) +
+    for (int64_t p = 0; p < n_parts; p++) {
+        if (parts[p].non_finite >= 0) {
+            const int64_t index = p * part_rows * n_in + parts[p].non_finite;
+            throw py::value_error("row " + std::to_string(index / n_in) + ", column " + std::to_string(index % n_in) +
                                   ": NaN, Inf or a magnitude beyond the fp16 range");
         }
-        total.add(rows[r]);
+        total.add(parts[p]);
     }
     py::dict stats;
     stats["n"] = total.n;
@@ -441,12 +451,12 @@ py::object python_value(const GgufValue & value) {
     throw py::error_already_set();
 }
 
-py::dict read_gguf_header(const std::string & path) {
+py::dict read_gguf_header(const std::filesystem::path & path) {
     std::optional<MappedFile> mapped;
     try {
-        mapped.emplace(path);
+        mapped.emplace(path.string());
     } catch (const std::system_error & error) {
-        raise_os_error(error, path);
+        raise_os_error(error, path.string());
     }
     const MappedFile & file = *mapped;
     GgufHeader header;

@@ -5,6 +5,8 @@
 // 3 * 127 (code 3; 2 * 127 for ternary codes) = 24384 < 32768, so nothing saturates: activations are within +-127.
 #include "kernel_tables.h"
 
+#include "../format/float16.h"
+
 #include <immintrin.h>
 
 #include <algorithm>
@@ -21,29 +23,31 @@ inline int32_t sum_lanes(__m256i v) {
     return _mm_cvtsi128_si32(s);
 }
 
-inline float max_lane(__m256 v) {
-    __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-    m = _mm_max_ss(m, _mm_movehdup_ps(m));
-    return _mm_cvtss_f32(m);
+inline int32_t max_lane(__m256i v) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
+    return _mm_cvtsi128_si32(m);
 }
 
 void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
     float * scales = reinterpret_cast<float *>(column + layout.scales);
     int32_t * sums = reinterpret_cast<int32_t *>(column + layout.sums);
-    const __m256 sign = _mm256_set1_ps(-0.0f);
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     // vpackssdw and vpacksswb work in 128-bit halves; this puts the 32 bytes back in order.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t g = group_begin; g < group_end; g++) {
         const int64_t begin = g * ACTIVATION_GROUP;
         const int64_t end = std::min<int64_t>(begin + ACTIVATION_GROUP, layout.n_in);
-        __m256 largest = _mm256_setzero_ps();
+        // Magnitudes as integers: the order is that of the floats, and NaN comes out on top instead of getting lost.
+        __m256i largest = _mm256_setzero_si256();
         for (int64_t i = begin; i < end; i += 8) {
-            largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, _mm256_loadu_ps(x + i)));
+            const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(x + i));
+            largest = _mm256_max_epi32(largest, _mm256_and_si256(bits, magnitude));
         }
-        const float d = max_lane(largest) / 127.0f;
+        const float d = bit_cast<float>(max_lane(largest)) / 127.0f;
         scales[g] = d;
-        // d = 0 means that all of the group is 0 (or below what an fp32 scale can tell apart)
+        // d = 0: all of the group is 0, or below what an fp32 scale can tell apart. d = NaN spoils the result, as it should.
         const __m256 divisor = _mm256_set1_ps(d > 0 ? d : 1.0f);
         const __m256i keep = _mm256_set1_epi32(d > 0 ? -1 : 0);
         for (int64_t half = begin; half < end; half += ACTIVATION_SUM_GROUP) {

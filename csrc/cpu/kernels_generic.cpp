@@ -18,16 +18,20 @@ void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin,
     for (int64_t g = group_begin; g < group_end; g++) {
         const int64_t begin = g * ACTIVATION_GROUP;
         const int64_t end = std::min<int64_t>(begin + ACTIVATION_GROUP, layout.n_in);
-        float largest = 0;
+        // Magnitudes as integers: the order is that of the floats, and NaN comes out on top instead of getting lost.
+        uint32_t largest = 0;
         for (int64_t i = begin; i < end; i++) {
-            largest = std::max(largest, std::fabs(x[i]));
+            largest = std::max(largest, bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
         }
-        const float d = largest / 127.0f;
+        const float d = bit_cast<float>(largest) / 127.0f;
         scales[g] = d;
+        // d = 0: all of the group is 0, or below what an fp32 scale can tell apart. d = Inf or NaN spoils the result, as it
+        // should.
+        const bool usable = d > 0 && std::isfinite(d);
         for (int64_t half = begin; half < end; half += ACTIVATION_SUM_GROUP) {
             int32_t sum = 0;
             for (int64_t i = half; i < half + ACTIVATION_SUM_GROUP; i++) {
-                q[i] = d > 0 ? static_cast<int8_t>(std::nearbyint(x[i] / d)) : int8_t{0};
+                q[i] = usable ? static_cast<int8_t>(std::clamp(std::nearbyint(x[i] / d), -127.0f, 127.0f)) : int8_t{0};
                 sum += q[i];
             }
             sums[half / ACTIVATION_SUM_GROUP] = sum;

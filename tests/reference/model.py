@@ -61,9 +61,11 @@ class Model:
         data = np.frombuffer(self._bytes, np.uint8, t["nbytes"], self._data_offset + t["offset"])
         return t["type"], data.reshape(n_out, -1)
 
-    def weights(self, name: str) -> F32:
-        """float32 [n_out, n_in], decoded by the reference codecs, or gguf-py's for stock types."""
+    def weights(self, name: str, rows: npt.NDArray[np.integer] | None = None) -> F32:
+        """float32 [n_out, n_in], or only some rows of it, decoded by the reference codecs, or gguf-py's for
+        stock types."""
         kind, data = self.raw(name)
+        data = data if rows is None else data[rows]
         if kind in formats.FORMATS:
             return formats.dequantize(formats.FORMATS[kind], data)
         values: F32 = gguf.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float32)
@@ -139,7 +141,7 @@ class Model:
     def logits(self, tokens: npt.NDArray[np.integer]) -> F32:
         """int [n_tokens] -> float32 [n_tokens, vocabulary]."""
         gemma = self.arch == "gemma3"
-        x = self.weights("token_embd.weight")[tokens]
+        x = self.weights("token_embd.weight", tokens)
         if gemma:
             x = x * np.float32(np.sqrt(self.width))
         for n in range(self.n_layers):

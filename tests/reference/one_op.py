@@ -116,6 +116,14 @@ def run_all(ops: list[Op], device_type: int, thread_counts: list[int]) -> list[R
     return results
 
 
+def device_memory(device_type: int) -> tuple[int, int]:
+    """(free, total) bytes, as the device tells the host."""
+    ggml = _Ggml()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ggml.nothing("backend_dev_memory", _device(ggml, device_type), ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
 def _device(ggml: _Ggml, device_type: int) -> ctypes.c_void_p:
     """The plug-in's device of that type; the host has no other of it."""
     for i in range(ggml.number("backend_dev_count")):
