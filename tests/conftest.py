@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from ggml_tern.runtime import host
 
 # A llama-cpp-python without libraries of its own, as `make test` installs it, gets ours.
 os.environ.update(host.library_variables())
+
+# A shell ignores Ctrl-C for its background jobs and all they start. Tests send it and expect an answer.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
