@@ -455,6 +455,9 @@ The model is `{model.name}`: {len(PROMPT)} prompt tokens, then {N_TOKENS} greedy
 A token's lead is by how much its logit beats the second best. The {PYTHON_PACKAGE} hosts run through
 `llama_cpp.Llama`, {SERVER_PACKAGE} through its llama-server over HTTP.
 
+Hosts with a ggml before 0.20 do not know Q2_0 (type 42); the plug-in lends it to them from a retired id, as
+it does for its own types.
+
 `tools/check_hosts.py` builds the hosts, runs them and writes this page.
 """
 
