@@ -129,12 +129,12 @@ def test_thread_count_changes_no_bit(n_gpu_layers: int, models: dict[str, Path],
 def test_batch_size_changes_little(n_batch: int, models: dict[str, Path], tokens: I32) -> None:
     """The logits of a whole model do depend on the batch: stock attention sums in another order (below)."""
     whole, parts = (
-        compare_logits.host_logits(models["pq2_0"], tokens[:96], Serving(n_batch=n)) for n in (512, n_batch)
+        compare_logits.host_logits(models["pq2_0"], tokens[:64], Serving(n_batch=n)) for n in (512, n_batch)
     )
     got = compare_logits.compare(whole, parts)
     print(got)
     assert got.mean_kl < 1e-3
-    assert got.top1 >= 0.98
+    assert got.top1 >= 0.95
 
 
 def products(model: Path, tokens: I32, n_batch: int, n_gpu_layers: int, folder: Path) -> dict[str, F32]:
@@ -152,8 +152,8 @@ def test_no_bit_depends_on_the_batch_until_attention_does(
     """Embedding, norm and the three products before the first attention: the same bits in any batch. What
     comes after has inputs that differ, since the stock products with the KV cache (MUL_MAT of K and of V,
     or FLASH_ATTN_EXT) round differently in batches of other sizes."""
-    sizes = (64, 7, 1)
-    runs = [products(models["pq2_0"], tokens[:64], n, n_gpu_layers, tmp_path) for n in sizes]
+    sizes = (32, 7, 1)
+    runs = [products(models["pq2_0"], tokens[:32], n, n_gpu_layers, tmp_path) for n in sizes]
     before = [key for key in runs[0] if key.startswith("blk.0.attn_") and "output" not in key]
     assert len(before) == 6
     for run in runs[1:]:
@@ -209,17 +209,16 @@ def test_every_product_in_gemma_is_the_reference(gemma: tuple[Path, Path], tmp_p
     tokens = compare_logits.host_tokens(path, compare_logits.real_text()[:200])[:9]
     names = [t["name"] for t in _core.read_gguf_header(str(path))["tensors"] if t["type"] == 143]
     assert len(names) == 18 * 7
-    runs = [products(path, tokens, 16, n_gpu_layers, tmp_path) for n_gpu_layers in (99, 0)]
-    for run in runs:
-        exact = 0
-        for name in names:
-            x, y = run[f"{name}/x"], run[f"{name}/y"]
-            assert len(x) == len(tokens) or (name.startswith("blk.17.") and len(x) == 1)
-            want = formats.matmul(formats.PTQ1_0, model.raw(name)[1], x)
-            error, size = np.abs(y - want), np.linalg.norm(want, axis=1, keepdims=True)
-            assert (error < 0.02 * size).all(), name
-            exact += (error < 1e-5 * size).all()
-        # All but those where an activation lies on a tie between two steps of int8.
-        assert exact > 0.9 * len(names)
-    for key, value in runs[0].items():
-        assert np.array_equal(value.view(np.uint32), runs[1][key].view(np.uint32)), key
+    device, cpu_list = (products(path, tokens, 16, n_gpu_layers, tmp_path) for n_gpu_layers in (99, 0))
+    for key, value in device.items():
+        assert np.array_equal(value.view(np.uint32), cpu_list[key].view(np.uint32)), key
+    exact = 0
+    for name in names:
+        x, y = device[f"{name}/x"], device[f"{name}/y"]
+        assert len(x) == len(tokens) or (name.startswith("blk.17.") and len(x) == 1)
+        want = formats.matmul(formats.PTQ1_0, model.raw(name)[1], x)
+        error, size = np.abs(y - want), np.linalg.norm(want, axis=1, keepdims=True)
+        assert (error < 0.02 * size).all(), name
+        exact += (error < 1e-5 * size).all()
+    # All but those where an activation lies on a tie between two steps of int8.
+    assert exact > 0.9 * len(names)

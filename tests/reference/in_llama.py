@@ -236,7 +236,7 @@ def products(path: str, tokens: list[int], n_batch: int, n_gpu_layers: int, out:
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_parameters)
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = N_CTX, n_batch, n_batch
-    parameters.n_threads = parameters.n_threads_batch = 2
+    parameters.n_threads = parameters.n_threads_batch = 1
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(on_node)
     parameters.cb_eval = callback
