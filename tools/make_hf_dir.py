@@ -362,7 +362,7 @@ def write_weights(reader: gguf.GGUFReader, config: dict[str, Any], path: Path) -
     stored = {tensor.name: tensor for tensor in reader.tensors}
     tensors: dict[str, tuple[tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]]] = {}
     for spec in architecture.tensors():
-        assert spec.source is not None, "a computed tensor has no place in a checkpoint"
+        assert len(spec.sources) == 1, "a computed tensor has no place in a checkpoint"
         tensor = stored.pop(spec.name)
         values = (
             gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(spec.shape).astype(np.float32)
@@ -372,7 +372,7 @@ def write_weights(reader: gguf.GGUFReader, config: dict[str, Any], path: Path) -
             plain = np.empty_like(values)
             plain[spec.row_order] = values
             values = plain
-        tensors[spec.source] = spec.shape, _to_bfloat16(values)
+        tensors[spec.sources[0]] = spec.shape, _to_bfloat16(values)
     if stored:
         raise click.ClickException(
             f"the GGUF has tensors that the architecture does not: {', '.join(sorted(stored))}"

@@ -173,6 +173,10 @@ py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<py
     stats["zeros"] = total.zeros;
     stats["sum_sq"] = total.sum_sq;
     stats["sum_sq_error"] = total.sum_sq_error;
+    stats["groups"] = total.groups;
+    stats["ternary_groups"] = total.ternary_groups;
+    stats["exact_groups"] = total.exact_groups;
+    stats["max_scale_error"] = total.max_scale_error;
     return py::make_tuple(*out, stats);
 }
 
@@ -460,14 +464,22 @@ py::dict read_gguf_header(const std::filesystem::path & path) {
     }
     const MappedFile & file = *mapped;
     GgufHeader header;
+    bool legacy_q2_0;
     {
         const py::gil_scoped_release unlocked;
         header = parse_gguf_header(file.bytes(), file.bytes().size());
+        legacy_q2_0 = resolve_legacy_q2_0(header, file.bytes().size());
         check_tensor_data(header, file.bytes().size());
     }
+    const auto position = [&](const char * p) { return static_cast<uint64_t>(p - file.bytes().data()); };
     py::dict metadata;
+    py::dict key_extents;
     for (const GgufKey & key : header.metadata) {
-        metadata[text(key.name)] = python_value(key.value);
+        const py::str name = text(key.name);
+        const std::string_view value = key.value.bytes;
+        metadata[name] = python_value(key.value);
+        key_extents[name] =
+            py::make_tuple(position(key.name.data()) - sizeof(uint64_t), position(value.data()) + value.size());
     }
     py::list tensors;
     for (const GgufTensor & tensor : header.tensors) {
@@ -477,6 +489,9 @@ py::dict read_gguf_header(const std::filesystem::path & path) {
         entry["shape"] = std::vector<uint64_t>(tensor.shape, tensor.shape + tensor.n_dims);
         entry["offset"] = tensor.offset;
         entry["nbytes"] = tensor_bytes(tensor);
+        // Behind the type id stands the offset, a u64.
+        entry["extent"] = py::make_tuple(position(tensor.name.data()) - sizeof(uint64_t),
+                                         tensor.type_position + sizeof(uint32_t) + sizeof(uint64_t));
         tensors.append(entry);
     }
     py::dict result;
@@ -484,7 +499,9 @@ py::dict read_gguf_header(const std::filesystem::path & path) {
     result["alignment"] = header.alignment;
     result["data_offset"] = header.data_offset;
     result["file_size"] = file.bytes().size();
+    result["legacy_q2_0"] = legacy_q2_0;
     result["metadata"] = metadata;
+    result["key_extents"] = key_extents;
     result["tensors"] = tensors;
     return result;
 }
@@ -532,7 +549,9 @@ Ternarize and pack a matrix, each block with the scale that minimizes its square
 type: a ternary type id. weights: [n_rows, n_in], C-contiguous, float32, float16 or uint16 (the bits of bfloat16); n_in a
 multiple of the type's block. out: uint8 [n_rows, row_bytes] to write into, or None. n_threads: 0 for all cores.
 
-Returns (data, stats): data uint8 [n_rows, row_bytes]; stats with n, zeros, sum_sq and sum_sq_error over all weights.
+Returns (data, stats): data uint8 [n_rows, row_bytes]; stats with n, zeros, sum_sq and sum_sq_error over all weights;
+groups, ternary_groups (that held only -a, 0 and a), exact_groups (of these, whose a is an fp16 number) and max_scale_error
+(the largest |a - fp16(a)| / a of ternary groups).
 ValueError names the row and column of a weight that is not finite.)");
     m.def("pack", &pack, py::arg("type"), py::arg("trits"), py::arg("scales"), py::arg("n_threads") = 0, R"(
 Pack ternary values. trits: int8 [n_rows, n_in] of -1, 0, 1. scales: float32 [n_rows, n_in / block], rounded to fp16.
@@ -544,8 +563,9 @@ Returns (trits int8 [n_rows, n_in] with the reserved code 3 as 2, scales float32
           "Decode packed rows, uint8 [n_rows, row_bytes], to float32 [n_rows, n_in].");
     m.def("transcode", &transcode, py::arg("source_type"), py::arg("target_type"), py::arg("data"),
           py::arg("n_threads") = 0, R"(
-Repack rows, uint8 [n_rows, row_bytes], from one ternary type to another without loss.
-ValueError where that is not possible: a target block that spans unequal scales, or the reserved code 3 in base 3.)");
+Repack rows, uint8 [n_rows, row_bytes], from one ternary type to another with equal values.
+ValueError where that is not possible: a target block that spans unequal scales, or the reserved code 3 in base 3.
+The scale of a block that is all zero is no value: it takes that of its neighbours where they are to share one.)");
 
     m.def("matmul", &matrix_product, py::arg("type"), py::arg("data"), py::arg("x"), py::arg("isa") = py::none(),
           py::arg("n_threads") = 0, R"(
@@ -562,5 +582,8 @@ Read and check the header of a GGUF file.
 
 Returns a dict: version, alignment, data_offset and file_size in bytes, metadata (key to number, bool, str, list, or
 numpy array), and tensors, a list of dicts with name, type (id), shape (ggml's order: n_in first), offset into the data
-section and nbytes. FormatError (a ValueError) says what is wrong with a file, OSError why it cannot be read.)");
+section and nbytes. key_extents (key to a pair) and each tensor's extent say where the entry begins and ends in the file; a
+tensor's entry ends with its type, a u32, and its offset, a u64. legacy_q2_0 is true for a file that has PQ2_0's blocks
+under the id of Q2_0; the type given is then that of the blocks, PQ2_0.
+FormatError (a ValueError) says what is wrong with a file, OSError why it cannot be read.)");
 }

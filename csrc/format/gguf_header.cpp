@@ -56,6 +56,8 @@ const TensorTypeInfo TENSOR_TYPES[] = {
     {30, "BF16", 1, 2},
     {TYPE_TQ1_0, "TQ1_0", 256, 54},
     {TYPE_TQ2_0, "TQ2_0", 256, 66},
+    // bitnet.cpp's own type: the tensor's one fp32 scale is in the tail. Stock llama.cpp never used the id in that way.
+    {36, "I2_S", 128, 32, 32},
     {39, "MXFP4", 32, 17},
     {40, "NVFP4", 64, 36},
     {41, "Q1_0", 128, 18},
@@ -295,10 +297,47 @@ uint64_t tensor_bytes(const GgufTensor & tensor) {
                           type->name);
     }
     const uint64_t blocks = tensor.n_elements() / type->block;
-    if (blocks > INT64_MAX / type->block_bytes) {
+    if (blocks > (INT64_MAX - type->tail_bytes) / type->block_bytes) {
         throw FormatError("tensor " + quoted(tensor.name) + " has an impossible shape");
     }
-    return blocks * type->block_bytes;
+    return blocks * type->block_bytes + type->tail_bytes;
+}
+
+bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size) {
+    const uint64_t data_size = file_size - std::min(header.data_offset, file_size);
+    std::vector<uint64_t> ends = {data_size};
+    for (const GgufTensor & tensor : header.tensors) {
+        ends.push_back(tensor.offset);
+    }
+    std::sort(ends.begin(), ends.end());
+
+    // Legacy: every Q2_0 tensor has exactly the space of blocks of 128, and for one at least that is not enough for
+    // blocks of 64.
+    bool legacy = false;
+    for (const GgufTensor & tensor : header.tensors) {
+        if (tensor.type != TYPE_Q2_0) {
+            continue;
+        }
+        const auto end = std::upper_bound(ends.begin(), ends.end(), tensor.offset);
+        if (tensor.shape[0] % 128 != 0 || end == ends.end()) {
+            return false;
+        }
+        const uint64_t space = *end - tensor.offset;
+        GgufTensor other = tensor;
+        other.type = TYPE_PQ2_0;
+        const uint64_t bytes = tensor_bytes(other);
+        const uint64_t padded = (bytes + header.alignment - 1) / header.alignment * header.alignment;
+        if (space != padded && (space != bytes || *end != data_size)) {
+            return false;
+        }
+        legacy = legacy || tensor_bytes(tensor) > space;
+    }
+    if (legacy) {
+        for (GgufTensor & tensor : header.tensors) {
+            tensor.type = tensor.type == TYPE_Q2_0 ? uint32_t{TYPE_PQ2_0} : tensor.type;
+        }
+    }
+    return legacy;
 }
 
 void check_tensor_data(const GgufHeader & header, uint64_t file_size) {

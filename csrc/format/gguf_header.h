@@ -84,6 +84,7 @@ struct TensorTypeInfo {
     const char * name;
     uint32_t block;
     uint32_t block_bytes;
+    uint32_t tail_bytes = 0;  // behind the blocks of a whole tensor
 };
 const TensorTypeInfo * tensor_type_info(uint32_t id);
 // All known types: for iteration, [0, *count).
@@ -92,6 +93,10 @@ const TensorTypeInfo * tensor_types(size_t * count);
 // Bytes that a tensor's data takes. Throws FormatError, naming the tensor, for an unknown type and for a shape whose
 // rows are no whole number of blocks.
 uint64_t tensor_bytes(const GgufTensor & tensor);
+
+// Before PQ2_0 had an id of its own, its blocks of 128 weights were written under the id of Q2_0, whose blocks hold 64;
+// only the sizes tell such a file apart. If this is one, its Q2_0 tensors become PQ2_0 in `header` and true is returned.
+bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size);
 
 // Checks that each tensor's type is known, its data lies inside the file, aligned, and overlaps no other's.
 // Throws FormatError.

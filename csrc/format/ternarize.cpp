@@ -108,6 +108,20 @@ TERN_CLONES void assign_codes(const float * w, int n, float d, uint8_t * codes, 
     }
 }
 
+// The magnitude a of a group that holds nothing but -a, 0 and a; -1 if it holds anything else.
+TERN_CLONES float ternary_scale(const float * w, int n) {
+    float largest = 0.0f;
+    for (int i = 0; i < n; i++) {
+        largest = std::max(largest, std::fabs(w[i]));
+    }
+    int others = 0;
+    for (int i = 0; i < n; i++) {
+        const float magnitude = std::fabs(w[i]);
+        others += (magnitude != largest) & (magnitude != 0.0f);
+    }
+    return others == 0 ? largest : -1.0f;
+}
+
 bool all_finite(const float * w, int n) {
     uint32_t found = 0;
     for (int i = 0; i < n; i++) {
@@ -123,6 +137,10 @@ void TernarizeStats::add(const TernarizeStats & other) {
     zeros += other.zeros;
     sum_sq += other.sum_sq;
     sum_sq_error += other.sum_sq_error;
+    groups += other.groups;
+    ternary_groups += other.ternary_groups;
+    exact_groups += other.exact_groups;
+    max_scale_error = std::max(max_scale_error, other.max_scale_error);
 }
 
 TernarizeStats ternarize_row(const TernaryType & type, const void * weights, WeightFormat format, int64_t n_in,
@@ -131,6 +149,7 @@ TernarizeStats ternarize_row(const TernaryType & type, const void * weights, Wei
     float w[LANES * MAX_BLOCK];
     Lanes columns[MAX_BLOCK];
     float scale[LANES];
+    float own_scale[LANES];
     uint8_t codes[MAX_BLOCK];
 
     const int block = type.block;
@@ -143,21 +162,37 @@ TernarizeStats ternarize_row(const TernaryType & type, const void * weights, Wei
             stats.non_finite = first * block + (bad - w);
             return stats;
         }
-        for (int i = 0; i < block; i++) {
-            for (int l = 0; l < LANES; l++) {
-                columns[i][l] = l < lanes ? std::fabs(w[l * block + i]) : 0.0f;
-            }
-        }
-        sort_columns(columns, block);
-        best_scales(columns, block, scale);
+        int ternary = 0;
         for (int l = 0; l < lanes; l++) {
-            const uint16_t d = fp16_from_fp32(scale[l]);
+            own_scale[l] = ternary_scale(w + l * block, block);
+            ternary += own_scale[l] >= 0.0f;
+        }
+        if (ternary < lanes) {
+            for (int i = 0; i < block; i++) {
+                for (int l = 0; l < LANES; l++) {
+                    columns[i][l] = l < lanes ? std::fabs(w[l * block + i]) : 0.0f;
+                }
+            }
+            sort_columns(columns, block);
+            best_scales(columns, block, scale);
+        }
+        for (int l = 0; l < lanes; l++) {
+            // The scale that a ternary group has already: a mean of equal numbers could round to another.
+            const float best = own_scale[l] >= 0.0f ? own_scale[l] : scale[l];
+            const uint16_t d = fp16_from_fp32(best);
             if (d == 0x7c00u) {
                 const float * group = w + l * block;
                 const float * largest = std::max_element(group, group + block,
                                                          [](float a, float b) { return std::fabs(a) < std::fabs(b); });
                 stats.non_finite = first * block + (largest - w);
                 return stats;
+            }
+            stats.groups++;
+            if (own_scale[l] >= 0.0f) {
+                const double error = std::fabs(static_cast<double>(fp32_from_fp16(d)) - best);
+                stats.ternary_groups++;
+                stats.exact_groups += error == 0;
+                stats.max_scale_error = std::max(stats.max_scale_error, error == 0 ? 0 : error / best);
             }
             assign_codes(w + l * block, block, fp32_from_fp16(d), codes, stats);
             type.pack_block(codes, d, data + (first + l) * type.block_bytes);

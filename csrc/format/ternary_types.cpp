@@ -169,6 +169,38 @@ void dequantize_row(const TernaryType & type, const uint8_t * data, int64_t n_in
     }
 }
 
+namespace {
+
+// Whether a group decodes to zeros only, so that another scale would do as well.
+bool is_zero_group(const uint8_t * codes, int n, uint16_t d) {
+    const bool finite = (d & 0x7c00u) != 0x7c00u;
+    uint8_t difference = 0;
+    for (int i = 0; i < n; i++) {
+        difference |= codes[i] ^ 1;
+    }
+    return (d & 0x7fffu) == 0 || (finite && difference == 0);
+}
+
+// Finds the scale that `n_groups` neighbouring groups of `group` weights can share, and writes the codes of zero groups
+// as zeros, which are right under any scale. False if the groups that are not zero differ in their scales.
+bool merge_groups(uint8_t * codes, const uint16_t * scales, int n_groups, int group, uint16_t * merged) {
+    bool found = false;
+    *merged = scales[0];
+    for (int g = 0; g < n_groups; g++) {
+        if (is_zero_group(codes + g * group, group, scales[g])) {
+            std::memset(codes + g * group, 1, group);
+        } else if (!found) {
+            *merged = scales[g];
+            found = true;
+        } else if (scales[g] != *merged) {
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
 Transcode transcode_row(const TernaryType & from, const TernaryType & to, const uint8_t * data, int64_t n_in,
                         uint8_t * out) {
     // One step spans whole blocks of both: all blocks are powers of two.
@@ -181,10 +213,8 @@ Transcode transcode_row(const TernaryType & from, const TernaryType & to, const 
         if (is_base3(to) && has_reserved_code(codes, span)) {
             return Transcode::RESERVED_CODE;
         }
-        for (int j = 1; j < to.block / from.block; j++) {
-            if (scales[j] != scales[0]) {
-                return Transcode::UNEQUAL_SCALES;
-            }
+        if (to.block > from.block && !merge_groups(codes, scales, to.block / from.block, from.block, scales)) {
+            return Transcode::UNEQUAL_SCALES;
         }
         for (int j = 0; j < span; j += to.block) {
             to.pack_block(codes + j, scales[j / from.block], out);

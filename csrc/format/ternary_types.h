@@ -61,11 +61,12 @@ void dequantize_row(const TernaryType & type, const uint8_t * data, int64_t n_in
 
 enum class Transcode {
     OK,
-    UNEQUAL_SCALES,  // a block of the target spans source blocks with different scales
+    UNEQUAL_SCALES,  // a block of the target spans source blocks with different scales (those all zero aside)
     RESERVED_CODE,   // code 3 has no base-3 digit
 };
 
-// One row from one type to another without loss, or the reason why it cannot be done. n_in is a multiple of both blocks.
+// One row from one type to another with the same values, or the reason why it cannot be done. n_in is a multiple of both
+// blocks.
 Transcode transcode_row(const TernaryType & from, const TernaryType & to, const uint8_t * data, int64_t n_in,
                         uint8_t * out);
 

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
-from numpy.typing import NDArray
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from ggml_tern.convert.architectures import Architecture, Role, TensorSpec, find_architecture
-from ggml_tern.convert.checkpoint import Checkpoint, StoredTensor
+from ggml_tern.convert.architectures import Role, find_architecture
+from ggml_tern.convert.checkpoint import Checkpoint
+from ggml_tern.convert.sources import find_sources
 from ggml_tern.convert.ternarize import (
     PQ2_0,
     PTQ1_0,
@@ -87,7 +86,7 @@ def convert(
             f"{model_dir}: its head is its embedding, so --head has no effect; give the type with --embed"
         )
     specs = list(architecture.tensors())
-    sources = _match_tensors(checkpoint, architecture, specs)
+    sources = find_sources(checkpoint, architecture, specs)
     vocab = read_vocab(model_dir, architecture.vocab_size)
     targets = [choose_target(spec, choice) for spec in specs]
     report = Report(output, targets, notes=vocab.notes)
@@ -101,85 +100,15 @@ def convert(
         start(sum(target.nbytes for target in targets))
         with ThreadPoolExecutor(n_threads, thread_name_prefix="quantize") as pool:
             for target in targets:
-                values, where = _values(checkpoint, sources, target.spec)
+                pieces = encode(target, sources[target.spec.name], pool, n_threads)
                 try:
-                    stats = file.write_tensor(target, encode(target, values, where, pool, n_threads), advance)
+                    stats = file.write_tensor(target, pieces, advance)
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
                 report.stats.append(stats)
         report.size = file.commit()
     return report
-
-
-def _match_tensors(
-    checkpoint: Checkpoint, architecture: Architecture, specs: Sequence[TensorSpec]
-) -> dict[str, StoredTensor]:
-    """Canonical name -> stored tensor, for exactly the tensors that the architecture asks for.
-
-    Raises TernError for a tensor that is missing, has another shape, or has no place in the architecture.
-    """
-    stored: dict[str, StoredTensor] = {}
-    for tensor in checkpoint.tensors.values():
-        name = architecture.canonical_name(tensor.name)
-        if name is not None:
-            stored[name] = tensor
-    if architecture.tied:
-        _drop_tied_head(checkpoint, stored)
-    sources: dict[str, StoredTensor] = {}
-    for spec in specs:
-        if spec.source is None:
-            continue
-        found = stored.pop(spec.source, None)
-        if found is None:
-            raise TernError(
-                f"{checkpoint.directory}: tensor {spec.source} is missing; download the checkpoint again"
-            )
-        if found.shape != spec.shape:
-            raise TernError(
-                f"{found.file}: tensor {found.name} has shape {list(found.shape)}; "
-                f"config.json makes it {list(spec.shape)}"
-            )
-        sources[spec.source] = found
-    if stored:
-        names = sorted(tensor.name for tensor in stored.values())
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise TernError(
-            f"{checkpoint.directory}: {', '.join(names[:5])}{more} have no place in "
-            f"{gguf.MODEL_ARCH_NAMES[architecture.model_arch]} as config.json describes it"
-        )
-    return sources
-
-
-def _drop_tied_head(checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> None:
-    """Forget a stored copy of the embedding as head, which some tools write although the two are tied."""
-    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    if head is None or embedding is None:
-        return
-    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not _same_bits(
-        checkpoint.load(head), checkpoint.load(embedding)
-    ):
-        raise TernError(
-            f"{head.file}: tensor {head.name} differs from {embedding.name}, but tie_word_embeddings makes "
-            "them one; set it to false in config.json if the head is its own"
-        )
-    del stored["lm_head.weight"]
-
-
-def _same_bits(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Whether two arrays of one shape and dtype are equal bit for bit; row by row, as they may be large."""
-    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
-
-
-def _values(
-    checkpoint: Checkpoint, sources: dict[str, StoredTensor], spec: TensorSpec
-) -> tuple[NDArray[Any], str]:
-    """A tensor's values before quantization, and how to name it in an error."""
-    if spec.source is None:
-        assert spec.values is not None
-        return spec.values, spec.name
-    stored = sources[spec.source]
-    return checkpoint.load(stored), f"{stored.file}: tensor {stored.name}"
 
 
 def _add_general_metadata(writer: gguf.GGUFWriter, model_dir: Path, targets: Sequence[Target]) -> None:

@@ -8,7 +8,7 @@ quantize in parallel and hand on in order, so that memory stays at a few pieces 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec
+from ggml_tern.convert.sources import Source
 from ggml_tern.errors import TernError
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
@@ -89,18 +90,35 @@ class Target:
 
 @dataclass
 class Stats:
-    """What quantizing cost, summed over a tensor's weights."""
+    """What quantizing cost, over a tensor's weights.
+
+    Attributes:
+        n, zeros: weights, and those that decode to 0.
+        sum_sq, sum_sq_error: sums of w^2 and of (w - decoded)^2.
+        groups: groups that were ternarized; 0 for other types.
+        ternary_groups: of these, the ones that were ternary before (nothing but -a, 0 and a).
+        exact_groups: of these, the ones whose a is an fp16 number and was kept as it is.
+        max_scale_error: the largest relative error of rounding such an a to fp16.
+    """
 
     n: int = 0
     zeros: int = 0
     sum_sq: float = 0.0
     sum_sq_error: float = 0.0
+    groups: int = 0
+    ternary_groups: int = 0
+    exact_groups: int = 0
+    max_scale_error: float = 0.0
 
     def add(self, other: Stats) -> None:
         self.n += other.n
         self.zeros += other.zeros
         self.sum_sq += other.sum_sq
         self.sum_sq_error += other.sum_sq_error
+        self.groups += other.groups
+        self.ternary_groups += other.ternary_groups
+        self.exact_groups += other.exact_groups
+        self.max_scale_error = max(self.max_scale_error, other.max_scale_error)
 
 
 @dataclass(frozen=True)
@@ -129,43 +147,45 @@ def choose_target(spec: TensorSpec, choice: TypeChoice) -> Target:
 
 
 def encode(
-    target: Target, source: NDArray[Any], where: str, pool: ThreadPoolExecutor, n_threads: int
+    target: Target, sources: Sequence[Source], pool: ThreadPoolExecutor, n_threads: int
 ) -> Iterator[Piece]:
     """Yield the encoded tensor piece by piece, in order.
 
     Args:
         target: the tensor and its type.
-        source: its values in the checkpoint, of the spec's shape: float32, float16, or uint16 holding
-        bfloat16 bits.
-        where: names the tensor and its file in errors.
+        sources: what it is made of; their rows follow one another.
         pool: runs the pieces, `n_threads` at a time.
 
     Raises TernError naming the element for a NaN, an infinity, or a value that F16 cannot hold.
     """
     spec = target.spec
-    if len(spec.shape) == 1:
-        source = source.reshape(1, -1) if spec.row_order is None else source[spec.row_order].reshape(1, -1)
-    n_rows, n_in = source.shape
-    rows_per_piece = max(1, _PIECE // max(1, n_in))
+    is_vector = len(spec.shape) == 1
+    n_rows = spec.rows_per_source
+    rows_per_piece = max(1, _PIECE // max(1, spec.shape[-1]))
+    column_order = spec.row_order if is_vector else spec.column_order
+    row_order = None if is_vector else spec.row_order
     encoder = _encoder(target.type)
 
-    def work(start: int) -> Piece:
+    def work(source: Source, start: int) -> Piece:
         stop = min(start + rows_per_piece, n_rows)
-        if spec.row_order is None or len(spec.shape) == 1:
-            rows = source[start:stop]
-        else:
-            rows = source[spec.row_order[start:stop]]
-        _check_finite(rows, start, where)
+        chosen = slice(start, stop) if row_order is None else row_order[start:stop]
+        rows = source.rows[chosen]
+        _check_finite(rows, chosen, source.where)
+        if column_order is not None:
+            rows = rows[:, column_order]
         if spec.shift:
             rows = _as_float32(rows) + np.float32(spec.shift)
-        return encoder(rows, where)
+        if spec.function is not None:
+            rows = spec.function(_as_float32(rows))
+        return encoder(rows, source.where)
 
     waiting: deque[Future[Piece]] = deque()
-    for start in range(0, n_rows, rows_per_piece):
-        waiting.append(pool.submit(work, start))
-        # Enough to keep the threads busy while a piece is written.
-        if len(waiting) > 2 * n_threads:
-            yield waiting.popleft().result()
+    for source in sources:
+        for start in range(0, n_rows, rows_per_piece):
+            waiting.append(pool.submit(work, source, start))
+            # Enough to keep the threads busy while a piece is written.
+            if len(waiting) > 2 * n_threads:
+                yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
@@ -176,15 +196,16 @@ def _as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
     return rows.astype(np.float32, copy=False)
 
 
-def _check_finite(rows: NDArray[Any], first_row: int, where: str) -> None:
+def _check_finite(rows: NDArray[Any], chosen: slice | NDArray[np.intp], where: str) -> None:
     # In bfloat16, an exponent of all ones is an infinity or a NaN.
     exponent = np.uint16(0x7F80)
     bad = (rows & exponent) == exponent if rows.dtype == np.uint16 else ~np.isfinite(rows)
     if bad.any():
-        row, column = np.unravel_index(int(np.argmax(bad)), bad.shape)
+        row, column = (int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
         value = float(_as_float32(rows[row, column : column + 1])[0])
+        source_row = chosen.start + row if isinstance(chosen, slice) else int(chosen[row])
         raise TernError(
-            f"{where}: the element at row {first_row + int(row)}, column {int(column)} is {value}; "
+            f"{where}: the element at row {source_row}, column {column} is {value}; "
             "the checkpoint is damaged or diverged in training"
         )
 
@@ -200,9 +221,7 @@ def _encoder(tensor_type: TensorType) -> Callable[[NDArray[Any], str], Piece]:
             data, stats = _core.quantize(tensor_type.id, flat, n_threads=1)
         except ValueError as error:
             raise TernError(f"{where}: cannot be stored as {tensor_type.name}: {error}") from None
-        return Piece(
-            data.reshape(-1), Stats(stats["n"], stats["zeros"], stats["sum_sq"], stats["sum_sq_error"])
-        )
+        return Piece(data.reshape(-1), Stats(**stats))
 
     def stock(rows: NDArray[Any], where: str) -> Piece:
         values = _as_float32(rows).reshape(1, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ class Role(enum.Enum):
     EMBEDDING = "embedding"
     HEAD = "head"
     MATRIX = "matrix"
-    #: Norms and biases: one-dimensional, kept in float32.
+    #: Norms, biases and other small tensors: kept in float32.
     VECTOR = "vector"
 
 
@@ -31,21 +31,36 @@ class TensorSpec:
 
     Attributes:
         name: its name in the GGUF file.
-        shape: (n_out, n_in) of a matrix, (n,) of a vector.
+        shape: (n_out, n_in) of a matrix, (n_expert, n_out, n_in) of stacked ones, (n,) of a vector.
         role: what it is for.
-        source: its name in the checkpoint, after `Architecture.canonical_name`; None for a computed tensor.
-        row_order: output row i is source row row_order[i]; None keeps the order.
+        sources: the checkpoint tensors it is made of, as `Architecture.canonical_name` spells them; their
+            rows follow one another. Empty for a computed tensor.
+        source_shape: the shape of each source; None: `shape`, or its part for each of several. Dimensions of
+            1 do not count.
+        row_order: output row i of a source is its row row_order[i], for a vector element i; None keeps the
+            order.
+        column_order: the same for the elements of every row.
         shift: added to every element, in float32.
+        function: then applied to every element, in float32 (such as A = -exp(A_log)).
         values: the content of a computed tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     role: Role
-    source: str | None = None
+    sources: tuple[str, ...] = ()
+    source_shape: tuple[int, ...] | None = None
     row_order: NDArray[np.intp] | None = None
+    column_order: NDArray[np.intp] | None = None
     shift: float = 0.0
+    function: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
     values: NDArray[np.float32] | None = None
+
+    @property
+    def rows_per_source(self) -> int:
+        """Rows that each source gives; a vector is one row."""
+        n_rows = int(np.prod(self.shape[:-1], dtype=np.int64))
+        return n_rows // max(1, len(self.sources))
 
 
 class Architecture(ABC):
@@ -96,8 +111,12 @@ class Architecture(ABC):
         return None if name.endswith(".rotary_emb.inv_freq") else name
 
     def spec(self, source: str, shape: tuple[int, ...], role: Role, **how: object) -> TensorSpec:
-        """The TensorSpec of a checkpoint tensor, named by gguf-py's tensor map."""
+        """The TensorSpec of a checkpoint tensor, named by gguf-py's tensor map.
+
+        With `sources` among `how`, `source` only finds the name.
+        """
         name = self._names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise KeyError(f"gguf-py has no name for {source} in {self.model_arch.name}")
-        return TensorSpec(name=name, shape=shape, role=role, source=source, **how)  # type: ignore[arg-type]
+        how.setdefault("sources", (source,))
+        return TensorSpec(name=name, shape=shape, role=role, **how)  # type: ignore[arg-type]
