@@ -28,7 +28,14 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     assert found["metadata"]["tokenizer.ggml.tokens"] == ["a", "bc"]
     assert found["metadata"]["sizes"].tolist() == [1, 2, 3]
     first, second, third = found["tensors"]
+    extent = first.pop("extent")
     assert first == {"name": "blk.0.attn_q.weight", "type": 142, "shape": [128, 2], "offset": 0, "nbytes": 68}
+    assert seeds()["good"][slice(*extent)] == tensor("blk.0.attn_q.weight", (128, 2), 142, 0)
+    assert seeds()["good"][slice(*found["key_extents"]["general.architecture"])] == key(
+        "general.architecture", 8, string("llama")
+    )
+    assert found["key_extents"].keys() == found["metadata"].keys()
+    assert found["legacy_q2_0"] is False
     assert (second["type"], second["nbytes"]) == (143, 28)
     assert (third["shape"], third["nbytes"]) == ([3], 12)
 
@@ -95,7 +102,7 @@ def test_flipped_bits_never_lead_outside_the_file(tmp_path: Path) -> None:
             assert found["data_offset"] + t["offset"] + t["nbytes"] <= len(data)
 
 
-@pytest.mark.parametrize("type_id", [31, 32, 33, 36, 37, 38, 43, 44, 141, 144, 2**32 - 1])
+@pytest.mark.parametrize("type_id", [31, 32, 33, 37, 38, 43, 44, 141, 144, 2**32 - 1])
 def test_types_that_no_file_may_carry(tmp_path: Path, type_id: int) -> None:
     with pytest.raises(_core.FormatError, match=f"'t' has unknown type {type_id}"):
         read(tmp_path, padded(header([], [tensor("t", (256, 1), type_id, 0)]), 512))

@@ -131,6 +131,34 @@ bool has_reserved_code(const uint8_t * codes, int n) {
     return found != 0;
 }
 
+// Whether a group decodes to zeros only, so that another scale would do as well.
+bool is_zero_group(const uint8_t * codes, int n, uint16_t d) {
+    const bool finite = (d & 0x7c00u) != 0x7c00u;
+    uint8_t difference = 0;
+    for (int i = 0; i < n; i++) {
+        difference |= codes[i] ^ 1;
+    }
+    return (d & 0x7fffu) == 0 || (finite && difference == 0);
+}
+
+// Finds the scale that `n_groups` neighbouring groups of `group` weights can share, and writes the codes of zero groups
+// as zeros, which are right under any scale. False if the groups that are not zero differ in their scales.
+bool merge_groups(uint8_t * codes, const uint16_t * scales, int n_groups, int group, uint16_t * merged) {
+    bool found = false;
+    *merged = scales[0];
+    for (int g = 0; g < n_groups; g++) {
+        if (is_zero_group(codes + g * group, group, scales[g])) {
+            std::memset(codes + g * group, 1, group);
+        } else if (!found) {
+            *merged = scales[g];
+            found = true;
+        } else if (scales[g] != *merged) {
+            return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 const TernaryType * const TERNARY_TYPES = TYPES;
@@ -168,38 +196,6 @@ void dequantize_row(const TernaryType & type, const uint8_t * data, int64_t n_in
         }
     }
 }
-
-namespace {
-
-// Whether a group decodes to zeros only, so that another scale would do as well.
-bool is_zero_group(const uint8_t * codes, int n, uint16_t d) {
-    const bool finite = (d & 0x7c00u) != 0x7c00u;
-    uint8_t difference = 0;
-    for (int i = 0; i < n; i++) {
-        difference |= codes[i] ^ 1;
-    }
-    return (d & 0x7fffu) == 0 || (finite && difference == 0);
-}
-
-// Finds the scale that `n_groups` neighbouring groups of `group` weights can share, and writes the codes of zero groups
-// as zeros, which are right under any scale. False if the groups that are not zero differ in their scales.
-bool merge_groups(uint8_t * codes, const uint16_t * scales, int n_groups, int group, uint16_t * merged) {
-    bool found = false;
-    *merged = scales[0];
-    for (int g = 0; g < n_groups; g++) {
-        if (is_zero_group(codes + g * group, group, scales[g])) {
-            std::memset(codes + g * group, 1, group);
-        } else if (!found) {
-            *merged = scales[g];
-            found = true;
-        } else if (scales[g] != *merged) {
-            return false;
-        }
-    }
-    return true;
-}
-
-}  // namespace
 
 Transcode transcode_row(const TernaryType & from, const TernaryType & to, const uint8_t * data, int64_t n_in,
                         uint8_t * out) {

@@ -1,9 +1,14 @@
-"""The command ``tern``: run stock llama.cpp programs with the plug-in, and find out what is in the way."""
+"""The command ``tern``: run stock llama.cpp programs with the plug-in, find out what is in the way, and look
+into GGUF files."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import signal
 import sys
+from pathlib import Path
+from typing import IO
 
 import click
 from rich.console import Console
@@ -11,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ggml_tern.errors import TernError
+from ggml_tern.lora_option import LORA
+from ggml_tern.progress import byte_progress
 from ggml_tern.runtime import doctor as examination
 from ggml_tern.runtime import run as running
 from ggml_tern.runtime.host import library_variables, llama_cpp_dir, plugin_variables
@@ -20,6 +27,25 @@ STATUS_STYLE = {
     examination.Status.NOTE: "yellow",
     examination.Status.BROKEN: "bold red",
 }
+
+VERIFY_EPILOG = """
+\b
+Examples
+  tern verify ./Ternary-Model model.gguf
+  tern verify model-pq2_0.gguf model-ptq1_0.gguf
+      Two files of one model: exact if their weights are equal.
+"""
+
+REPACK_EPILOG = """
+\b
+Examples
+  tern repack model-ptq1_0.gguf model.gguf --type pq2_0
+      From the smallest type to the fastest.
+  tern repack old-q2_0.gguf model.gguf --type pq2_0
+      A legacy file gets the type id that its blocks have now.
+  tern repack model-00001-of-00003.gguf model.gguf --type q2_0
+      Three parts in one file that llama.cpp runs without the plug-in.
+"""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -81,6 +107,152 @@ def run(stock: bool, program: str, arguments: tuple[str, ...]) -> None:
     or a path. All that follows it is passed on; its output, signals and exit code come through.
     """
     running.run(program, list(arguments), stock=stock)
+
+
+# The commands below import what they need when they are called: it takes time, which `tern run` need not.
+
+
+@cli.command("inspect")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--stats", is_flag=True, help="Count the zeros, which reads all of the file.")
+@click.option("--json", "json_output", is_flag=True, help="Print everything as JSON.")
+def inspect_file(file: Path, stats: bool, json_output: bool) -> None:
+    """Tell what a GGUF FILE holds and what will run it.
+
+    Of a split model, any part stands for all of it.
+    """
+    from ggml_tern.gguf_files.inspect import describe, print_description
+    from ggml_tern.gguf_files.reader import GGUFSource
+
+    source = GGUFSource(file)
+    with byte_progress() as progress:
+        nbytes = sum(tensor.data.nbytes for tensor in source.tensors.values() if tensor.is_ternary)
+        task = progress.add_task("reading", total=nbytes, visible=stats)
+        found = describe(source, stats=stats, advance=lambda nbytes: progress.advance(task, nbytes))
+    if json_output:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        print_description(found, Console())
+
+
+@cli.command(epilog=REPACK_EPILOG)
+@click.argument("file", metavar="IN.gguf", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT.gguf", type=click.Path(path_type=Path))
+@click.option(
+    "--type",
+    "type_name",
+    # The names of _core.TERNARY_TYPES, which would cost an import here.
+    type=click.Choice(["pq2_0", "ptq1_0", "q2_0", "tq2_0", "tq1_0"]),
+    required=True,
+    help="The type that every ternary tensor gets.",
+)
+@click.option("--force", is_flag=True, help="Replace OUT.gguf if it exists.")
+def repack(file: Path, output: Path, type_name: str, force: bool) -> None:
+    """Write the ternary weights of IN.gguf in another ternary type, without loss.
+
+    Everything else is copied byte for byte. What the type cannot hold exactly is refused. Legacy files, with
+    PQ2_0 blocks under the id of Q2_0, and bitnet.cpp's I2_S are read too; the parts of a split model become
+    one file.
+    """
+    from ggml_tern.gguf_files import repack as repacking
+    from ggml_tern.gguf_files.reader import GGUFSource
+
+    # A kill cleans up like Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with byte_progress() as progress:
+            task = progress.add_task("repacking", total=None)
+            report = repacking.repack(
+                GGUFSource(file),
+                output,
+                repacking.TARGETS[type_name],
+                force=force,
+                start=lambda total: progress.update(task, total=total),
+                advance=lambda nbytes: progress.advance(task, nbytes),
+            )
+    except KeyboardInterrupt:
+        click.echo("tern: interrupted; nothing was written", err=True)
+        sys.exit(130)
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    click.echo(f"{output}: {report.size / 1e6:.1f} MB")
+
+
+@cli.command(epilog=VERIFY_EPILOG)
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("file", metavar="OUT.gguf", type=click.Path(path_type=Path))
+@click.option(
+    "--lora", "loras", multiple=True, metavar="DIR[=SCALE]", help="As it was given to ternconv.", type=LORA
+)
+@click.option("--mtp", is_flag=True, help="As it was given to ternconv.")
+@click.option("--json", "json_output", is_flag=True, help="Print the findings as JSON.")
+def verify(
+    source: Path, file: Path, loras: tuple[tuple[Path, float], ...], mtp: bool, json_output: bool
+) -> None:
+    """Recompute every tensor of OUT.gguf from SRC, the model that it was converted from, and compare.
+
+    Says of each tensor whether it holds the source's values exactly, exactly but for scales rounded to fp16,
+    or as quantizing them gives, bit for bit, and with what error. The exit code is 1 if any tensor is
+    different.
+    """
+    from ggml_tern.convert import verify as verification
+    from ggml_tern.convert.lora import open_adapter
+
+    adapters = [open_adapter(directory, scale) for directory, scale in loras]
+    with byte_progress() as progress:
+        task = progress.add_task("comparing", total=None)
+        findings = list(
+            verification.verify(
+                source,
+                file,
+                adapters=adapters,
+                keep_mtp=mtp,
+                start=lambda total: progress.update(task, total=total),
+                advance=lambda nbytes: progress.advance(task, nbytes),
+            )
+        )
+    different = [finding for finding in findings if finding.verdict is verification.Verdict.DIFFERENT]
+    if json_output:
+        click.echo(json.dumps([finding.as_json() for finding in findings], indent=2))
+    else:
+        verification.print_findings(findings, Console())
+    if different:
+        click.echo(f"tern: {file}: {len(different)} of {len(findings)} tensors are different", err=True)
+    sys.exit(1 if different else 0)
+
+
+@cli.command("hash")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--check",
+    metavar="LIST",
+    type=click.File(encoding="utf-8"),
+    help="Compare with the saved output of `tern hash`; exit code 1 if anything differs.",
+)
+@click.option("--json", "json_output", is_flag=True, help="Print the hashes as JSON.")
+def hash_file(file: Path, check: IO[str] | None, json_output: bool) -> None:
+    """Print a SHA-256 of every tensor of a GGUF FILE, and of all of them.
+
+    Two files with the same weights have the same hashes, whatever ternary type they are packed in, whatever
+    the order of the tensors, and whatever the metadata.
+    """
+    from ggml_tern.gguf_files import digest
+    from ggml_tern.gguf_files.reader import GGUFSource
+
+    source = GGUFSource(file)
+    with byte_progress() as progress:
+        nbytes = sum(tensor.data.nbytes for tensor in source.tensors.values())
+        task = progress.add_task("hashing", total=nbytes)
+        hashes = digest.hash_tensors(source, advance=lambda nbytes: progress.advance(task, nbytes))
+    if check is not None:
+        differences = digest.compare(hashes, check.read(), check.name)
+        click.echo("\n".join(differences or [f"{file}: as in {check.name}"]))
+        sys.exit(1 if differences else 0)
+    if json_output:
+        report = {"file": str(file), "all": digest.hash_all(hashes), "tensors": hashes}
+        click.echo(json.dumps(report, indent=2))
+    else:
+        click.echo(digest.as_list(hashes), nl=False)
 
 
 def main() -> None:

@@ -1,0 +1,282 @@
+"""``tern repack``: the same ternary values in another ternary type, tensor by tensor, or not at all.
+
+All metadata and all other tensors are copied byte for byte; of the header only types, offsets and
+general.file_type change. The parts of a split model become one file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_tern import _core
+from ggml_tern.atomic_file import AtomicFile, check_output
+from ggml_tern.convert.targets import FILE_TYPES
+from ggml_tern.errors import TernError
+from ggml_tern.gguf_files import i2_s
+from ggml_tern.gguf_files.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, GGUFSource, GGUFTensor, Part
+
+#: The types that can be written, by the names of an option.
+TARGETS = {_core.type_name(type_id).lower(): type_id for type_id in _core.TERNARY_TYPES}
+
+#: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
+_PIECE = 1 << 20
+
+#: Bytes that are written before the disk is told to write them.
+_SYNC = 1 << 25
+
+
+@dataclass
+class Report:
+    """What was made.
+
+    Attributes:
+        output: the file, `size` bytes long.
+        source: what it was made from.
+        types: the type of each tensor in it, by name, in file order.
+        notes: one line for each thing that the user should know.
+    """
+
+    output: Path
+    source: GGUFSource
+    types: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+    size: int = 0
+
+
+def repack(
+    source: GGUFSource,
+    output: Path,
+    target: int,
+    *,
+    force: bool = False,
+    n_threads: int = 0,
+    start: Callable[[int], None] = lambda total: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Report:
+    """Write `source` to the GGUF file `output` with every ternary tensor in the type `target`.
+
+    A tensor whose rows the target's blocks do not divide goes to Q2_0, which holds any ternary tensor; a note
+    says so.
+
+    Args:
+        target: the id of a ternary type.
+        force: replace an existing output.
+        n_threads: threads that repack; 0 for one per core.
+        start, advance: told the number of bytes of tensor data, first in total and then as they are written.
+
+    Raises TernError, naming the tensor, where the target cannot hold a tensor's values exactly, and for an
+    output that cannot be written; the output then does not exist, or is what it was.
+    """
+    check_output(output, source.files(), force)
+    if not any(tensor.is_ternary for tensor in source.tensors.values()):
+        raise TernError(
+            f"{source.path}: holds no ternary tensor, so there is nothing to repack; "
+            "`ternconv` makes a ternary model of it"
+        )
+    report = Report(output, source, {name: _fitting(t, target) for name, t in source.tensors.items()})
+    report.notes = _notes(report, target)
+    sizes = [_nbytes(t, report.types[t.name]) for t in source.tensors.values()]
+    alignment = source.parts[0].header["alignment"]
+    header = _header(report, sizes, alignment)
+
+    with AtomicFile(output) as out:
+        out.require_space(len(header) + sum(_padded(size, alignment) for size in sizes))
+        start(sum(sizes))
+        n_threads = n_threads or len(os.sched_getaffinity(0))
+        with (
+            out.explain(),
+            out.temporary.open("xb") as file,
+            ThreadPoolExecutor(n_threads, thread_name_prefix="repack") as pool,
+            _EarlySync(file) as early,
+        ):
+            file.write(header)
+            for tensor in source.tensors.values():
+                for piece in _pieces(tensor, report.types[tensor.name], pool, n_threads):
+                    file.write(piece.data)
+                    advance(piece.nbytes)
+                    early.wrote(piece.nbytes)
+                file.write(bytes(-file.tell() % alignment))
+        _verify(out.temporary, report, sizes)
+        report.size = out.publish()
+    return report
+
+
+class _EarlySync:
+    """Has the disk write while pieces are still made, so that the sync at the end has little left to do."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._running: Future[None] | None = None
+        self._waiting = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown()
+        # An error that a sync has seen is not told to the next one.
+        if kind is None and self._running is not None:
+            self._running.result()
+
+    def wrote(self, nbytes: int) -> None:
+        """Told of every write. Raises OSError for one that the disk did not take."""
+        self._waiting += nbytes
+        if self._waiting < _SYNC or (self._running is not None and not self._running.done()):
+            return
+        if self._running is not None:
+            self._running.result()
+        self._file.flush()
+        self._running = self._pool.submit(os.fdatasync, self._file.fileno())
+        self._waiting = 0
+
+
+def _fitting(tensor: GGUFTensor, target: int) -> int:
+    """The type of a tensor in the output."""
+    if not tensor.is_ternary:
+        return tensor.type
+    return target if tensor.n_in % _core.block_size(target) == 0 else _core.TYPE_Q2_0
+
+
+def _notes(report: Report, target: int) -> list[str]:
+    notes: list[str] = []
+    if report.source.is_legacy:
+        notes.append("read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0")
+    if len(report.source.parts) > 1:
+        notes.append(f"joined the {len(report.source.parts)} parts of the model")
+    widths = Counter(
+        tensor.n_in
+        for tensor in report.source.tensors.values()
+        if tensor.is_ternary and report.types[tensor.name] != target
+    )
+    for n_in, count in widths.items():
+        notes.append(
+            f"n_in {n_in} is not a multiple of {_core.block_size(target)}, so Q2_0 instead of "
+            f"{_core.type_name(target)} in {count} tensor{'s' if count > 1 else ''}"
+        )
+    return notes
+
+
+# ---- the header ----
+
+
+def _header(report: Report, sizes: Sequence[int], alignment: int) -> bytes:
+    """Everything that comes before the data, with its padding: the keys of the first part and the tables of
+    all, as they are in the file, with types, offsets and general.file_type exchanged."""
+    first = report.source.parts[0]
+    dropped = {SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS} if len(report.source.parts) > 1 else set()
+    keys = [_key_bytes(first, name, report) for name in first.header["key_extents"] if name not in dropped]
+    table: list[bytes] = []
+    offset = 0
+    for tensor, size in zip(report.source.tensors.values(), sizes, strict=True):
+        begin, end = tensor.extent
+        unchanged = tensor.part.data[begin : end - 12].tobytes()
+        table.append(unchanged + struct.pack("<IQ", report.types[tensor.name], offset))
+        offset += _padded(size, alignment)
+    counts = struct.pack("<IQQ", first.header["version"], len(table), len(keys))
+    header = b"".join([b"GGUF", counts, *keys, *table])
+    return header + bytes(-len(header) % alignment)
+
+
+def _key_bytes(part: Part, name: str, report: Report) -> bytes:
+    begin, end = part.header["key_extents"][name]
+    raw = part.data[begin:end].tobytes()
+    file_type = _file_type(report)
+    # Value type u32, then the value; another type is none that llama.cpp reads.
+    if name == "general.file_type" and file_type is not None and raw[-8:-4] == struct.pack("<I", 4):
+        return raw[:-4] + struct.pack("<I", file_type)
+    return raw
+
+
+def _file_type(report: Report) -> int | None:
+    """The general.file_type of the output: that of the type that most weights of its matrices have, or None
+    where that type is none of those that were repacked."""
+    weights: Counter[int] = Counter()
+    for tensor in report.source.tensors.values():
+        if len(tensor.shape) > 1:
+            weights[report.types[tensor.name]] += tensor.n_weights
+    commonest = weights.most_common(1)[0][0]
+    return FILE_TYPES[commonest] if commonest in TARGETS.values() else None
+
+
+def _padded(nbytes: int, alignment: int) -> int:
+    return nbytes + -nbytes % alignment
+
+
+def _nbytes(tensor: GGUFTensor, type_id: int) -> int:
+    if not tensor.is_ternary:
+        return tensor.data.nbytes
+    return tensor.n_weights // _core.block_size(type_id) * _core.type_size(type_id)
+
+
+def _verify(path: Path, report: Report, sizes: Sequence[int]) -> None:
+    """Read the finished header back and compare it with what was meant."""
+    meant = [
+        (tensor.name, report.types[tensor.name], list(reversed(tensor.shape)), size)
+        for tensor, size in zip(report.source.tensors.values(), sizes, strict=True)
+    ]
+    found = [
+        (entry["name"], entry["type"], entry["shape"], entry["nbytes"])
+        for entry in _core.read_gguf_header(path)["tensors"]
+    ]
+    if found != meant:
+        raise AssertionError(f"{path}: the file that was written does not read back as it was meant")
+
+
+# ---- the data ----
+
+
+def _pieces(
+    tensor: GGUFTensor, target: int, pool: ThreadPoolExecutor, n_threads: int
+) -> Iterator[NDArray[np.uint8]]:
+    """A tensor's bytes in the output, piece by piece, in order."""
+    if not tensor.is_ternary:
+        for begin in range(0, tensor.data.size, _PIECE):
+            yield tensor.data[begin : begin + _PIECE]
+        return
+    rows = max(1, _PIECE // tensor.n_in)
+    waiting: deque[Future[NDArray[np.uint8]]] = deque()
+    for begin in range(0, tensor.n_rows, rows):
+        waiting.append(pool.submit(transcoded, tensor, slice(begin, begin + rows), target))
+        # Enough to keep the threads busy while a piece is written.
+        if len(waiting) > 2 * n_threads:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def transcoded(tensor: GGUFTensor, rows: slice, target: int) -> NDArray[np.uint8]:
+    """Some rows of a ternary tensor in another ternary type: uint8, flat.
+
+    Raises TernError, naming the tensor, where that type cannot hold the values exactly.
+    """
+    type_id, blocks = tensor.type, tensor.blocks[rows]
+    n_weights = blocks.shape[0] * tensor.n_in
+    if type_id == _core.TYPE_I2_S:
+        if not tensor.has_fp16_scale:
+            raise TernError(
+                f"{tensor.where}: its scale {tensor.tensor_scale!s} is not exact in fp16, so no other "
+                "ternary type holds its values; `ternconv` converts the file with the scale rounded"
+            )
+        type_id, blocks = _core.TYPE_TQ2_0, i2_s.to_tq2_0(blocks, np.float16(tensor.tensor_scale))
+    try:
+        data = _core.transcode(type_id, target, blocks, n_threads=1)
+    except ValueError as error:
+        # The message begins with types and a row of this piece, up to the colon.
+        reason = str(error).partition(": ")[2]
+        raise TernError(
+            f"{tensor.where}: {tensor.type_name} to {_core.type_name(target)} would lose information: "
+            f"{reason}; --type q2_0 holds the values of any ternary type"
+        ) from None
+    # I2_S may have come with zeros at its end, to fill a block.
+    return data.reshape(-1)[: n_weights // _core.block_size(target) * _core.type_size(target)]
