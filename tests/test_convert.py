@@ -33,9 +33,10 @@ from convert_models import (
 )
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.ternarize import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType, TypeChoice
+from ggml_tern.convert.targets import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType, TypeChoice
 from ggml_tern.errors import TernError
 from reference import formats
+from reference.small_disk import in_small_tmpfs
 
 F32Array = npt.NDArray[np.float32]
 
@@ -454,21 +455,6 @@ def test_failed_write_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> N
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1 and os.strerror(errno.EFBIG) in result.stderr
     assert list(out.iterdir()) == []
-
-
-def in_small_tmpfs(mount: Path, size: str, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command where `mount` is a file system of `size` bytes, in a mount namespace of its own."""
-    mounting = f'mount -t tmpfs -o size={size} tmpfs "{mount}" || exit 99'
-    script = f'{mounting}; "$@"; code=$?; ls -A "{mount}"; exit $code'
-    result = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if result.returncode == 99 or "unshare:" in result.stderr:
-        pytest.skip(f"this machine lets nobody mount: {result.stderr.strip()}")
-    return result
 
 
 def test_disk_too_small_is_said_before_the_work(tmp_path: Path) -> None:

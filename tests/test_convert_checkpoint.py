@@ -39,7 +39,7 @@ def test_tensors_come_back_as_stored(tmp_path: Path, shards: int, dtype: str) ->
     assert set(checkpoint.tensors) == set(tensors)
     for name, stored in checkpoint.tensors.items():
         values = checkpoint.load(stored)
-        assert values.dtype == tensors[name].dtype
+        assert isinstance(values, np.ndarray) and values.dtype == tensors[name].dtype
         assert np.array_equal(values, tensors[name])
 
 
@@ -65,7 +65,8 @@ def test_bfloat16_bits_come_back_for_any_shape(
     checkpoint = Checkpoint(directory)
     for name, bits in arrays.items():
         values = checkpoint.load(checkpoint.tensors[name])
-        assert values.dtype == np.uint16 and np.array_equal(values, bits)
+        assert isinstance(values, np.ndarray) and values.dtype == np.uint16
+        assert np.array_equal(values, bits)
 
 
 def refusal(directory: Path) -> str:
@@ -157,7 +158,59 @@ def test_a_damaged_header_never_crashes(
 
 def test_unknown_dtype_is_named(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {})
-    save_file({"x": np.zeros((2, 2), np.int8)}, tmp_path / "model.safetensors")
+    save_file({"x": np.zeros((2, 2), np.int32)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
-    with pytest.raises(TernError, match=r"tensor x is stored as I8; ternconv reads BF16, F16, F32"):
+    with pytest.raises(TernError, match=r"tensor x is stored as I32; ternconv reads BF16, F16, F32, F64"):
         checkpoint.load(checkpoint.tensors["x"])
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    whole = set(Checkpoint(model_dir(tmp_path, shards=3)).tensors)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    checkpoint = Checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == whole
+    assert len(checkpoint.notes) == 1 and "model.safetensors.index.json" in checkpoint.notes[0]
+
+    first, second = (tmp_path / f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
+    content = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    assert re.search(r"00002-of-00003\.safetensors: tensor .* is in model-00001-of-00003", refusal(tmp_path))
+    second.unlink()
+    assert "has 2 of 3 shards" in refusal(tmp_path) and second.name in refusal(tmp_path)
+    second.write_bytes(content)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(content)
+    assert "shards of several sets" in refusal(tmp_path)
+
+
+def test_a_file_of_the_directory_instead_of_it(tmp_path: Path) -> None:
+    model_dir(tmp_path)
+    message = refusal(tmp_path / "model.safetensors")
+    assert "not a directory" in message and f"weights, {tmp_path} perhaps" in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_links_to_nothing(tmp_path: Path, name: str) -> None:
+    """The cache of the hub holds links to where a download was to end."""
+    path = model_dir(tmp_path) / name
+    content = path.read_bytes()
+    path.unlink()
+    path.symlink_to("blob")
+    assert f"{path}: is a link to blob, which leads nowhere" in refusal(tmp_path)
+    (tmp_path / "blob").write_bytes(content)
+    assert Checkpoint(tmp_path).tensors
+
+
+def test_keys_that_occur_twice(tmp_path: Path) -> None:
+    model_dir(tmp_path, shards=2)
+    for name in ("config.json", "model.safetensors.index.json"):
+        path = tmp_path / name
+        text = path.read_text()
+        path.write_text('{"a": {"key": 1, "key": 2},' + text[1:])
+        assert f"{path}: not valid JSON: the key 'key' occurs twice" in refusal(tmp_path)
+        path.write_text(text)
+
+
+def test_json_that_is_too_deep(tmp_path: Path) -> None:
+    model_dir(tmp_path)
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    assert "config.json: not valid JSON" in refusal(tmp_path)

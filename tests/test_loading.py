@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -268,7 +267,7 @@ def write_split(path: Path, n_shards: int) -> list[Path]:
     names = [path / f"tiny-{i + 1:05d}-of-{n_shards:05d}.gguf" for i in range(n_shards)]
     for i, name in enumerate(names):
         part = plan[i * len(plan) // n_shards : (i + 1) * len(plan) // n_shards]
-        with synthetic.OutputFile(name, gguf.MODEL_ARCH.QWEN3) as out:
+        with synthetic.OutputFile(name, "qwen3") as out:
             if i == 0:
                 synthetic.add_metadata(out.metadata, TINY, "split")
                 synthetic.add_tokenizer(out.metadata, TINY.vocabulary)

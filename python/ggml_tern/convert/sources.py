@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_tern import _core
 from ggml_tern.convert.architectures import Architecture, TensorSpec
-from ggml_tern.convert.checkpoint import Checkpoint, StoredTensor
+from ggml_tern.convert.checkpoint import Checkpoint, Rows, StoredTensor
 from ggml_tern.errors import TernError
 
-
-class Rows(Protocol):
-    """A matrix that is read by rows. A numpy array is one; others decode what they are asked for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[Any]:
-        """Some of the rows: float32, float16, or uint16 holding bfloat16 bits."""
+#: Rows compared at a time.
+_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -32,10 +25,18 @@ class Source:
     Attributes:
         rows: its values, (n_rows, n_in).
         where: names tensor and file in errors.
+        type_id: the ggml type that holds these values as they are stored.
+        packed: the same rows in blocks of that type, uint8 (n_rows, row_bytes), where they come so.
     """
 
     rows: Rows
     where: str
+    type_id: int = _core.TYPE_F32
+    packed: NDArray[np.uint8] | None = None
+
+
+#: The safetensors types that ggml has too.
+_TYPES = {"BF16": _core.TYPE_BF16, "F16": _core.TYPE_F16}
 
 
 def find_sources(
@@ -48,8 +49,11 @@ def find_sources(
     stored: dict[str, StoredTensor] = {}
     for tensor in checkpoint.tensors.values():
         name = architecture.canonical_name(tensor.name)
-        if name is not None:
-            stored[name] = tensor
+        if name is None:
+            continue
+        if name in stored:
+            raise TernError(f"{tensor} and {stored[name]} are one and the same tensor; expected one of them")
+        stored[name] = tensor
     if architecture.tied:
         _drop_tied_head(checkpoint, stored)
     found: dict[str, list[Source]] = {}
@@ -78,14 +82,12 @@ def _source(checkpoint: Checkpoint, stored: dict[str, StoredTensor], spec: Tenso
     if shape is None:
         shape = spec.shape if len(spec.sources) == 1 else spec.shape[1:]
     if _squeezed(tensor.shape) != _squeezed(shape):
-        raise TernError(
-            f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}; "
-            f"config.json makes it {list(shape)}"
-        )
+        raise TernError(f"{tensor} has shape {list(tensor.shape)}; config.json makes it {list(shape)}")
     rows: Rows = checkpoint.load(tensor)
     if isinstance(rows, np.ndarray):
         rows = rows.reshape(-1, shape[-1])
-    return Source(rows, f"{tensor.file}: tensor {tensor.name}")
+    decoded = tensor.scale is not None or tensor.absmean
+    return Source(rows, str(tensor), _core.TYPE_F32 if decoded else _TYPES.get(tensor.dtype, _core.TYPE_F32))
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,12 +103,16 @@ def _drop_tied_head(checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> 
         checkpoint.load(head), checkpoint.load(embedding)
     ):
         raise TernError(
-            f"{head.file}: tensor {head.name} differs from {embedding.name}, but tie_word_embeddings makes "
+            f"{head} differs from {embedding.name}, but tie_word_embeddings makes "
             "them one; set it to false in config.json if the head is its own"
         )
     del stored["lm_head.weight"]
 
 
-def _same_bits(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Whether two arrays of one shape and dtype are equal bit for bit; row by row, as they may be large."""
-    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+def _same_bits(one: Rows, other: Rows) -> bool:
+    """Whether two matrices of one shape and dtype are equal bit for bit; some rows at a time, as they may be
+    large."""
+    return all(
+        one[start : start + _ROWS].tobytes() == other[start : start + _ROWS].tobytes()
+        for start in range(0, one.shape[0], _ROWS)
+    )

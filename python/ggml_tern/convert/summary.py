@@ -1,8 +1,7 @@
-"""Stage 6, tell: what the file holds and what quantizing cost, as a table."""
+"""Stage 7, tell: what the file holds and what quantizing cost, as a table."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -11,22 +10,23 @@ from rich.table import Table
 
 from ggml_tern.convert.architectures import Role
 from ggml_tern.convert.pipeline import Report
-from ggml_tern.convert.ternarize import F32, Stats, Target, TensorType
+from ggml_tern.convert.targets import F32, Target, TensorType, kind_name
+from ggml_tern.convert.ternarize import Stats
+
+#: Shares of zeros between which trained ternary models lie.
+_USUAL_ZEROS = (0.2, 0.8)
 
 
 def _group_name(target: Target) -> str:
-    """The kind of a tensor, over all blocks: `ffn_down`, `token_embd`, ...; vectors are all one kind."""
-    if target.spec.role is Role.VECTOR:
-        return "norms, biases"
-    return re.sub(r"^blk\.\d+\.", "", target.spec.name).removesuffix(".weight")
+    """The kind of a tensor, over all blocks; what is kept in float32 is all one kind."""
+    return "norms, biases" if target.spec.role is Role.VECTOR else kind_name(target.spec)
 
 
 def print_summary(report: Report, console: Console) -> None:
-    """Print one line per kind and type of tensor, a total, and the notes.
+    """Print one line per kind and type of tensor, a total, warnings and notes.
 
     The error is the share of the weights' energy that quantizing lost, sum (w - decoded)^2 / sum w^2. That of
-    the total
-    counts the quantized tensors only: the norms are few, large and exact, and would hide it.
+    the total counts the quantized tensors only: the norms are few, large and exact, and would hide it.
     """
     groups: dict[tuple[str, str], list[tuple[Target, Stats]]] = {}
     for target, stats in zip(report.targets, report.stats, strict=True):
@@ -47,7 +47,9 @@ def print_summary(report: Report, console: Console) -> None:
         table.add_row(name, type_name, *_cells(members))
     console.print(table)
     console.print()
-    for note in [*fallback_notes(report.targets), *report.notes]:
+    for warning in smells(report):
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True, markup=False)
+    for note in [*ternary_notes(report), *fallback_notes(report.targets), *report.notes]:
         console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"{report.output}: {report.size / 1e6:.1f} MB", highlight=False, soft_wrap=True, markup=False
@@ -63,15 +65,76 @@ def _cells(members: Iterable[tuple[Target, Stats]]) -> tuple[str, ...]:
             quantized.add(stats)
         count += 1
         nbytes += target.nbytes
-    error = quantized.sum_sq_error / quantized.sum_sq if quantized.sum_sq else 0.0
     return (
         str(count),
         f"{whole.n / 1e6:.2f} M",
         f"{8 * nbytes / whole.n:.3f}",
         f"{100 * whole.zeros / whole.n:.1f}%",
-        "0" if error == 0 else f"{error:.2e}",
+        _loss(quantized),
         f"{nbytes / 1e6:.1f}",
     )
+
+
+def _loss(stats: Stats) -> str:
+    """What was lost: nothing, the rounding of ternary scales to fp16, or an error."""
+    if stats.is_exact:
+        return "exact"
+    if stats.groups and stats.is_lossless:
+        return "fp16 scales"
+    return f"{stats.relative_error:.2e}"
+
+
+def ternary_notes(report: Report) -> list[str]:
+    """Lines that say which ternary tensors were ternary before, and which were made so."""
+    pairs = [
+        (target, stats)
+        for target, stats in zip(report.targets, report.stats, strict=True)
+        if target.type.is_ternary
+    ]
+    if not pairs:
+        return []
+    exact = sum(stats.is_exact for _, stats in pairs)
+    rounded = [stats for _, stats in pairs if stats.is_lossless and not stats.is_exact]
+    made = [target for target, stats in pairs if not stats.is_lossless]
+    lines = []
+    if exact:
+        lines.append(f"ternary already, kept exactly: {exact} of {len(pairs)} ternary tensors")
+    if rounded:
+        worst = max(stats.max_scale_error for stats in rounded)
+        lines.append(
+            f"ternary already, scales rounded to fp16: {len(rounded)} of {len(pairs)} ternary tensors, "
+            f"largest relative error {worst:.1e}"
+        )
+    if made:
+        lines.append(f"ternarized: {len(made)} of {len(pairs)} ternary tensors, {_some(made)}")
+    return lines
+
+
+def smells(report: Report) -> list[str]:
+    """Warnings about weights that look wrong: broken uploads are full of zeros."""
+    empty, unusual = [], []
+    for target, stats in zip(report.targets, report.stats, strict=True):
+        if target.spec.role is Role.VECTOR:
+            continue
+        if stats.zeros == stats.n:
+            empty.append(target)
+        elif target.type.is_ternary and not _USUAL_ZEROS[0] <= stats.zeros / stats.n <= _USUAL_ZEROS[1]:
+            unusual.append(target)
+    lines = []
+    if empty:
+        lines.append(f"nothing but zeros in {_some(empty)}; the checkpoint is broken perhaps")
+    if unusual:
+        low, high = (f"{100 * share:.0f}" for share in _USUAL_ZEROS)
+        lines.append(
+            f"fewer than {low}% zeros or more than {high}% in {_some(unusual)}, which is unusual for ternary "
+            "weights"
+        )
+    return lines
+
+
+def _some(targets: list[Target]) -> str:
+    names = ", ".join(target.spec.name for target in targets[:3])
+    return f"{names} and {len(targets) - 3} more" if len(targets) > 3 else names
 
 
 def fallback_notes(targets: Iterable[Target]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Stage 4, quantize: which type each tensor gets, and its bytes, block of rows by block of rows.
+"""Stage 5, quantize: the bytes of each tensor, block of rows by block of rows.
 
 Ternary types are packed by ggml_tern._core, which picks for every group the scale of least squared error;
-Q8_0, Q4_0 and F16 by gguf-py. Work is cut into pieces of some hundred thousand weights, which threads
+the others by gguf-py. Work is cut into pieces of some hundred thousand weights, which threads
 quantize in parallel and hand on in order, so that memory stays at a few pieces whatever the size of a tensor.
 """
 
@@ -18,74 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern import _core
-from ggml_tern.convert.architectures import Role, TensorSpec
+from ggml_tern.convert.architectures import TensorSpec
+from ggml_tern.convert.decoding import as_float32
 from ggml_tern.convert.sources import Source
+from ggml_tern.convert.targets import GROUP_TYPES, PQ2_0, Target
 from ggml_tern.errors import TernError
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
 _PIECE = 1 << 17
 
-
-@dataclass(frozen=True)
-class TensorType:
-    """A ggml type: `block` weights take `nbytes` bytes; `id` is what the file says."""
-
-    name: str
-    id: int
-    block: int
-    nbytes: int
-
-    @property
-    def is_ternary(self) -> bool:
-        return self.id in _core.TERNARY_TYPES
-
-    def row_bytes(self, n_in: int) -> int:
-        return n_in // self.block * self.nbytes
-
-
-def _ternary(type_id: int) -> TensorType:
-    return TensorType(_core.type_name(type_id), type_id, _core.block_size(type_id), _core.type_size(type_id))
-
-
-def _stock(qtype: gguf.GGMLQuantizationType) -> TensorType:
-    block, nbytes = gguf.GGML_QUANT_SIZES[qtype]
-    return TensorType(qtype.name, int(qtype), block, nbytes)
-
-
-PTQ1_0 = _ternary(_core.TYPE_PTQ1_0)
-PQ2_0 = _ternary(_core.TYPE_PQ2_0)
-Q2_0 = _ternary(_core.TYPE_Q2_0)
-Q8_0 = _stock(gguf.GGMLQuantizationType.Q8_0)
-Q4_0 = _stock(gguf.GGMLQuantizationType.Q4_0)
-F16 = _stock(gguf.GGMLQuantizationType.F16)
-F32 = _stock(gguf.GGMLQuantizationType.F32)
-
-#: The types that an option may name.
-MATRIX_TYPES = {"ptq1_0": PTQ1_0, "pq2_0": PQ2_0, "q8_0": Q8_0}
-TABLE_TYPES = {"q8_0": Q8_0, "q4_0": Q4_0, "f16": F16, "ptq1_0": PTQ1_0, "pq2_0": PQ2_0}
-
-
-@dataclass(frozen=True)
-class TypeChoice:
-    """What the user asked for: the types of the block matrices, the embedding, the head (None: not said)."""
-
-    matrix: TensorType
-    embedding: TensorType
-    head: TensorType | None = None
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tensor and its type in the file; `wanted` is the type asked for where that does not fit the rows."""
-
-    spec: TensorSpec
-    type: TensorType
-    wanted: TensorType | None = None
-
-    @property
-    def nbytes(self) -> int:
-        *outer, n_in = self.spec.shape
-        return int(np.prod(outer, dtype=np.int64)) * self.type.row_bytes(n_in)
+#: The relative error of rounding a normal number to fp16.
+_FP16_ROUNDING = 2.0**-11
 
 
 @dataclass
@@ -120,6 +63,23 @@ class Stats:
         self.exact_groups += other.exact_groups
         self.max_scale_error = max(self.max_scale_error, other.max_scale_error)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every weight decodes to what it was."""
+        return self.sum_sq_error == 0 and self.groups == self.exact_groups
+
+    @property
+    def is_lossless(self) -> bool:
+        """The same, but for the rounding of ternary groups' scales to fp16."""
+        if not self.groups:
+            return self.is_exact
+        return self.groups == self.ternary_groups and self.max_scale_error <= _FP16_ROUNDING
+
+    @property
+    def relative_error(self) -> float:
+        """The share of the weights' energy that was lost, sum (w - decoded)^2 / sum w^2."""
+        return self.sum_sq_error / self.sum_sq if self.sum_sq else 0.0
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -129,25 +89,13 @@ class Piece:
     stats: Stats
 
 
-def choose_target(spec: TensorSpec, choice: TypeChoice) -> Target:
-    """The type of a tensor: the one asked for, or the nearest whose blocks divide its rows.
-
-    A ternary type falls back to Q2_0, whose group is 64, then to Q8_0; a block type whose group of 32 does
-    not divide the rows either falls back to F16.
-    """
-    if spec.role is Role.VECTOR:
-        return Target(spec, F32)
-    wanted = {Role.EMBEDDING: choice.embedding, Role.HEAD: choice.head or Q8_0, Role.MATRIX: choice.matrix}[
-        spec.role
-    ]
-    n_in = spec.shape[-1]
-    ladder = (wanted, Q2_0, Q8_0, F16) if wanted.is_ternary else (wanted, F16)
-    fitting = next(candidate for candidate in ladder if n_in % candidate.block == 0)
-    return Target(spec, fitting, wanted if fitting != wanted else None)
-
-
 def encode(
-    target: Target, sources: Sequence[Source], pool: ThreadPoolExecutor, n_threads: int
+    target: Target,
+    sources: Sequence[Source],
+    pool: ThreadPoolExecutor,
+    n_threads: int,
+    *,
+    lossless: bool = False,
 ) -> Iterator[Piece]:
     """Yield the encoded tensor piece by piece, in order.
 
@@ -155,34 +103,33 @@ def encode(
         target: the tensor and its type.
         sources: what it is made of; their rows follow one another.
         pool: runs the pieces, `n_threads` at a time.
+        lossless: refuse what is not `Stats.is_lossless`.
 
-    Raises TernError naming the element for a NaN, an infinity, or a value that F16 cannot hold.
+    Raises TernError naming the element for a NaN, an infinity, or a value that F16 cannot hold, and naming
+    the rows for what `lossless` refuses.
     """
     spec = target.spec
-    is_vector = len(spec.shape) == 1
-    n_rows = spec.rows_per_source
     rows_per_piece = max(1, _PIECE // max(1, spec.shape[-1]))
-    column_order = spec.row_order if is_vector else spec.column_order
-    row_order = None if is_vector else spec.row_order
-    encoder = _encoder(target.type)
+    encoder = _encoder(target)
 
-    def work(source: Source, start: int) -> Piece:
-        stop = min(start + rows_per_piece, n_rows)
-        chosen = slice(start, stop) if row_order is None else row_order[start:stop]
-        rows = source.rows[chosen]
-        _check_finite(rows, chosen, source.where)
-        if column_order is not None:
-            rows = rows[:, column_order]
-        if spec.shift:
-            rows = _as_float32(rows) + np.float32(spec.shift)
-        if spec.function is not None:
-            rows = spec.function(_as_float32(rows))
-        return encoder(rows, source.where)
+    def work(source: Source, start: int, stop: int) -> Piece:
+        if source.packed is not None and source.type_id == target.type.id and not target.type.is_ternary:
+            piece = _copy(source, start, stop)
+        else:
+            piece = encoder(prepared_rows(spec, source, start, stop), source.where)
+        if lossless and not piece.stats.is_lossless:
+            raise TernError(
+                f"{source.where}: rows {start} to {stop - 1} do not fit {target.type.name} without loss "
+                f"(relative error {piece.stats.relative_error:.1e}); give the tensor another type with "
+                f"--keep, or drop --lossless"
+            )
+        return piece
 
     waiting: deque[Future[Piece]] = deque()
     for source in sources:
-        for start in range(0, n_rows, rows_per_piece):
-            waiting.append(pool.submit(work, source, start))
+        for start in range(0, spec.rows_per_source, rows_per_piece):
+            stop = min(start + rows_per_piece, spec.rows_per_source)
+            waiting.append(pool.submit(work, source, start, stop))
             # Enough to keep the threads busy while a piece is written.
             if len(waiting) > 2 * n_threads:
                 yield waiting.popleft().result()
@@ -190,10 +137,41 @@ def encode(
         yield waiting.popleft().result()
 
 
-def _as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return rows.astype(np.float32, copy=False)
+def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> NDArray[Any]:
+    """Some rows of one source of a tensor as the file has them before quantization: reordered, shifted, with
+    the function applied. float32, float16, or uint16 holding bfloat16 bits.
+
+    Raises TernError naming the element for a NaN and an infinity.
+    """
+    is_vector = len(spec.shape) == 1
+    column_order = spec.row_order if is_vector else spec.column_order
+    row_order = None if is_vector else spec.row_order
+    chosen = slice(start, stop) if row_order is None else row_order[start:stop]
+    rows = source.rows[chosen]
+    _check_finite(rows, chosen, source.where)
+    if column_order is not None:
+        rows = rows[:, column_order]
+    if spec.shift:
+        rows = as_float32(rows) + np.float32(spec.shift)
+    if spec.function is not None:
+        rows = spec.function(as_float32(rows))
+    return rows
+
+
+def is_ternary(spec: TensorSpec, sources: Sequence[Source]) -> bool:
+    """Whether a tensor holds nothing but -a, 0 and a in every group of 128. Stops at the first that does
+    not."""
+    if spec.shape[-1] % PQ2_0.block:
+        return False
+    rows_per_piece = max(1, 8 * _PIECE // spec.shape[-1])
+    for source in sources:
+        for start in range(0, spec.rows_per_source, rows_per_piece):
+            stop = min(start + rows_per_piece, spec.rows_per_source)
+            rows = prepared_rows(spec, source, start, stop)
+            _, stats = _quantize(PQ2_0.id, rows, source.where, n_threads=0)
+            if stats.ternary_groups != stats.groups:
+                return False
+    return True
 
 
 def _check_finite(rows: NDArray[Any], chosen: slice | NDArray[np.intp], where: str) -> None:
@@ -202,7 +180,7 @@ def _check_finite(rows: NDArray[Any], chosen: slice | NDArray[np.intp], where: s
     bad = (rows & exponent) == exponent if rows.dtype == np.uint16 else ~np.isfinite(rows)
     if bad.any():
         row, column = (int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-        value = float(_as_float32(rows[row, column : column + 1])[0])
+        value = float(as_float32(rows[row, column : column + 1])[0])
         source_row = chosen.start + row if isinstance(chosen, slice) else int(chosen[row])
         raise TernError(
             f"{where}: the element at row {source_row}, column {column} is {value}; "
@@ -210,29 +188,40 @@ def _check_finite(rows: NDArray[Any], chosen: slice | NDArray[np.intp], where: s
         )
 
 
-def _encoder(tensor_type: TensorType) -> Callable[[NDArray[Any], str], Piece]:
-    """The function that encodes rows of finite values: float32, float16, or uint16 holding bfloat16 bits."""
+def _quantize(
+    type_id: int, rows: NDArray[Any], where: str, n_threads: int
+) -> tuple[NDArray[np.uint8], Stats]:
+    """Rows as blocks of a ternary type, uint8 [1, nbytes]."""
+    # Blocks do not care about rows, and one long row is worked through fastest.
+    flat = np.require(rows, requirements=["C", "A"]).reshape(1, -1)
+    try:
+        data, stats = _core.quantize(type_id, flat, n_threads=n_threads)
+    except ValueError as error:
+        raise TernError(f"{where}: cannot be stored as {_core.type_name(type_id)}: {error}") from None
+    return data, Stats(**stats)
 
-    # Blocks do not care about rows, and both quantizers work through one long row fastest.
+
+def _encoder(target: Target) -> Callable[[NDArray[Any], str], Piece]:
+    """The function that encodes rows of finite values: float32, float16, or uint16 holding bfloat16 bits."""
+    type_id = target.type.id
+    grouped = GROUP_TYPES[target.group].id if target.group else type_id
 
     def ternary(rows: NDArray[Any], where: str) -> Piece:
-        flat = np.require(rows, requirements=["C", "A"]).reshape(1, -1)
-        try:
-            data, stats = _core.quantize(tensor_type.id, flat, n_threads=1)
-        except ValueError as error:
-            raise TernError(f"{where}: cannot be stored as {tensor_type.name}: {error}") from None
-        return Piece(data.reshape(-1), Stats(**stats))
+        data, stats = _quantize(grouped, rows, where, n_threads=1)
+        if grouped != type_id:
+            data = _core.transcode(grouped, type_id, data, n_threads=1)
+        return Piece(data.reshape(-1), stats)
 
     def stock(rows: NDArray[Any], where: str) -> Piece:
-        values = _as_float32(rows).reshape(1, -1)
-        qtype = gguf.GGMLQuantizationType(tensor_type.id)
+        values = as_float32(rows).reshape(1, -1)
+        qtype = gguf.GGMLQuantizationType(type_id)
         with np.errstate(over="ignore", invalid="ignore"):
             data = gguf.quants.quantize(values, qtype)
             decoded = gguf.quants.dequantize(data, qtype)
             sum_sq_error = _sum_sq(values - decoded)
         if not np.isfinite(sum_sq_error):
             raise TernError(
-                f"{where}: has values up to {np.abs(values).max():g}, too large for {tensor_type.name}"
+                f"{where}: has values up to {np.abs(values).max():g}, too large for {target.type.name}"
             )
         return Piece(
             np.ascontiguousarray(data).view(np.uint8).reshape(-1),
@@ -244,7 +233,15 @@ def _encoder(tensor_type: TensorType) -> Callable[[NDArray[Any], str], Piece]:
             ),
         )
 
-    return ternary if tensor_type.is_ternary else stock
+    return ternary if target.type.is_ternary else stock
+
+
+def _copy(source: Source, start: int, stop: int) -> Piece:
+    """Rows that have the type already."""
+    assert source.packed is not None
+    values = as_float32(source.rows[start:stop])
+    stats = Stats(values.size, values.size - int(np.count_nonzero(values)), _sum_sq(values))
+    return Piece(source.packed[start:stop].reshape(-1), stats)
 
 
 def _sum_sq(values: NDArray[np.float32]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,24 +72,23 @@ class Architecture(ABC):
         n_blocks: the number of transformer blocks.
         vocab_size: rows of the embedding.
         tied: whether the head is the embedding.
+        n_mtp_blocks: the number of blocks of a multi-token prediction head, which follow the others.
+        notes: one line for each thing that llama.cpp will do otherwise, or that is left out.
     """
 
     hf_names: ClassVar[tuple[str, ...]]
     model_arch: ClassVar[gguf.MODEL_ARCH]
     #: `tie_word_embeddings` of the transformers class when config.json does not give it.
     tied_by_default: ClassVar[bool]
+    #: What is not converted: a part of the tensors' names, and what it is.
+    left_out: Mapping[str, str] = {}
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        quantization = config.section("quantization_config")
-        if quantization is not None:
-            method = quantization.string("quant_method", "unknown")
-            raise config.error(
-                f"the checkpoint is quantized ({method}); ternconv reads BF16, F16 and F32 weights"
-            )
+        self.notes: list[str] = []
         self.n_blocks = config.integer("num_hidden_layers")
         self.tied = config.boolean("tie_word_embeddings", self.tied_by_default)
-        self._names = gguf.get_tensor_name_map(self.model_arch, self.n_blocks)
+        self.set_mtp_blocks(0)
 
     @property
     @abstractmethod
@@ -103,12 +102,40 @@ class Architecture(ABC):
     def tensors(self) -> Iterable[TensorSpec]:
         """Every tensor of the GGUF file, in file order."""
 
-    def canonical_name(self, name: str) -> str | None:
-        """The name of a checkpoint tensor as `tensors` spells it; None for one that the model does not need.
+    def set_mtp_blocks(self, count: int) -> None:
+        """Set how many blocks of an MTP head follow the others."""
+        self.n_mtp_blocks = count
+        self._names = gguf.get_tensor_name_map(self.model_arch, self.n_blocks + count)
 
-        Old checkpoints store the rotary frequencies, which follow from the configuration.
+    def keep_mtp_head(self) -> None:
+        """Convert the multi-token prediction head too, which is left out otherwise.
+
+        Raises TernError where the model has none, or one that llama.cpp does not run.
         """
-        return None if name.endswith(".rotary_emb.inv_freq") else name
+        raise self.config.error(
+            f"llama.cpp's {gguf.MODEL_ARCH_NAMES[self.model_arch]} has no MTP head, so there is none to keep"
+        )
+
+    def canonical_name(self, name: str) -> str | None:
+        """The name of a checkpoint tensor as `tensors` spells it; None for one that is not converted.
+
+        Old checkpoints store the rotary frequencies, which follow from the configuration. transformers 4 and
+        5 put the language model of a vision checkpoint at different places.
+        """
+        if self.part_left_out(name) is not None or name.endswith(".rotary_emb.inv_freq"):
+            return None
+        for prefix, replacement in (
+            ("language_model.model.", "model."),
+            ("model.language_model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+        ):
+            if name.startswith(prefix):
+                return replacement + name.removeprefix(prefix)
+        return name
+
+    def part_left_out(self, name: str) -> str | None:
+        """What a checkpoint tensor belongs to that is not converted; None for all others."""
+        return next((what for part, what in self.left_out.items() if part in name), None)
 
     def spec(self, source: str, shape: tuple[int, ...], role: Role, **how: object) -> TensorSpec:
         """The TensorSpec of a checkpoint tensor, named by gguf-py's tensor map.

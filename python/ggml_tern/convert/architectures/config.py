@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from ggml_tern.errors import TernError
+
+
+def _is_integer(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class Config:
@@ -28,16 +32,32 @@ class Config:
             return self.error(f"has no {key}; expected {expected}")
         return self.error(f"{key} is {self._values[key]!r}; expected {expected}")
 
+    def keys(self) -> list[str]:
+        return list(self._values)
+
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and null, for the few where that is not the same as absent."""
+        return key in self._values and self._values[key] is None
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._fail(key, "a positive integer")
+        if not _is_integer(value, least):
+            raise self._fail(key, "a positive integer" if least == 1 else f"an integer from {least} on")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """A list of positive integers; empty when not given."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(_is_integer(item, 1) for item in value):
+            raise self._fail(key, "a list of positive integers")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import gguf
 
@@ -19,6 +19,10 @@ class Gemma3(Architecture):
     hf_names = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
     model_arch = gguf.MODEL_ARCH.GEMMA3
     tied_by_default = True
+    left_out: Mapping[str, str] = {
+        "vision_tower.": "the vision tower",
+        "multi_modal_projector.": "the vision tower",
+    }
 
     def __init__(self, config: Config) -> None:
         # The vision checkpoints nest the text model's configuration, and leave out what equals the defaults
@@ -104,20 +108,6 @@ class Gemma3(Architecture):
                 writer.add_sliding_window_pattern(self.sliding)
         if self.config.has("final_logit_softcapping"):
             writer.add_final_logit_softcapping(self.config.number("final_logit_softcapping"))
-
-    def canonical_name(self, name: str) -> str | None:
-        if "vision_tower." in name or "multi_modal_projector." in name:
-            return None
-        # transformers 4 and 5 put the language model of the vision checkpoints at different places.
-        for prefix, replacement in (
-            ("language_model.model.", "model."),
-            ("model.language_model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        ):
-            if name.startswith(prefix):
-                name = replacement + name.removeprefix(prefix)
-                break
-        return super().canonical_name(name)
 
     def tensors(self) -> Iterator[TensorSpec]:
         n_embd, n_ff = self.n_embd, self.n_ff

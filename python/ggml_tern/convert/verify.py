@@ -1,0 +1,172 @@
+"""Recompute every tensor of a converted file from its source, and say how far the two are apart."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from ggml_tern.convert.lora import Adapter
+from ggml_tern.convert.models import open_model
+from ggml_tern.convert.sources import Source
+from ggml_tern.convert.targets import GROUP_TYPES, Target, type_by_id
+from ggml_tern.convert.ternarize import Stats, encode
+from ggml_tern.errors import TernError
+from ggml_tern.gguf_files.reader import GGUFSource, GGUFTensor, printable
+
+
+class Verdict(enum.StrEnum):
+    """How a tensor of the file stands to its source."""
+
+    EXACT = "exact"
+    #: Ternary values kept; scales rounded to fp16.
+    SCALES = "exact but for fp16 scales"
+    #: What quantizing the source gives, bit for bit.
+    QUANTIZED = "as quantized"
+    #: Anything else.
+    DIFFERENT = "different"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor.
+
+    Attributes:
+        name, type_name: its name and type in the file.
+        verdict: how it stands to its source.
+        stats: what quantizing the source costs; relative_error is that of the recomputed tensor.
+        first_difference: for a different one, the row in which the file first differs.
+    """
+
+    name: str
+    type_name: str
+    verdict: Verdict
+    stats: Stats
+    first_difference: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "type": self.type_name,
+            "verdict": self.verdict.value,
+            "relative_error": self.stats.relative_error,
+            "max_scale_error": self.stats.max_scale_error,
+            "first_different_row": self.first_difference,
+        }
+
+
+def verify(
+    path: Path,
+    converted: Path,
+    *,
+    adapters: Sequence[Adapter] = (),
+    keep_mtp: bool = False,
+    n_threads: int = 0,
+    start: Callable[[int], None] = lambda total: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[Finding]:
+    """Compare `converted` with what its source gives in the same types, tensor by tensor.
+
+    Args:
+        path: the Hugging Face model directory or GGUF file that it was converted from.
+        converted: the GGUF file.
+        adapters, keep_mtp: as they were given to the conversion.
+        n_threads: threads that quantize; 0 for one per core.
+        start, advance: told the number of bytes of tensor data, first in total and then as they are compared.
+
+    Raises TernError where the two do not have the same tensors in the same shapes, and for unreadable files.
+    """
+    model = open_model(path, adapters, keep_mtp=keep_mtp)
+    file = GGUFSource(converted)
+    names = {spec.name for spec in model.specs}
+    if missing := sorted(names - file.tensors.keys()):
+        raise TernError(f"{converted}: lacks {missing[0]}, which {path} gives; it is of another model")
+    if extra := sorted(file.tensors.keys() - names):
+        raise TernError(f"{converted}: holds {extra[0]}, which {path} does not give; it is of another model")
+    n_threads = n_threads or len(os.sched_getaffinity(0))
+    start(sum(tensor.data.nbytes for tensor in file.tensors.values()))
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="quantize") as pool:
+        for spec in model.specs:
+            tensor = file.tensors[spec.name]
+            if tensor.shape != spec.shape:
+                raise TernError(
+                    f"{tensor.where} has shape {list(tensor.shape)}; {path} makes it {list(spec.shape)}"
+                )
+            target = Target(spec, type_by_id(tensor.type))
+            yield _compare(target, model.sources[spec.name], tensor, pool, n_threads)
+            advance(tensor.data.nbytes)
+
+
+def _compare(
+    target: Target, sources: Sequence[Source], tensor: GGUFTensor, pool: ThreadPoolExecutor, n_threads: int
+) -> Finding:
+    """The file does not say how many weights share a scale, so a ternary tensor is tried in every group size
+    that its type can hold."""
+    groups = [0]
+    if target.type.is_ternary:
+        groups += [g for g in GROUP_TYPES if g > target.type.block and target.spec.shape[-1] % g == 0]
+    finding: Finding | None = None
+    for group in groups:
+        tried = Target(target.spec, target.type, group=group)
+        stats, difference = _recompute(tried, sources, tensor.blocks, pool, n_threads)
+        if difference is None:
+            return Finding(tensor.name, target.type.name, _verdict(stats), stats)
+        finding = finding or Finding(tensor.name, target.type.name, Verdict.DIFFERENT, stats, difference)
+    assert finding is not None
+    return finding
+
+
+def _verdict(stats: Stats) -> Verdict:
+    if stats.is_exact:
+        return Verdict.EXACT
+    return Verdict.SCALES if stats.groups and stats.is_lossless else Verdict.QUANTIZED
+
+
+def _recompute(
+    target: Target,
+    sources: Sequence[Source],
+    blocks: NDArray[np.uint8],
+    pool: ThreadPoolExecutor,
+    n_threads: int,
+) -> tuple[Stats, int | None]:
+    """The statistics, and the first row in which the file differs; stops there."""
+    flat = blocks.reshape(-1)
+    row_bytes = blocks.shape[1]
+    stats = Stats()
+    position = 0
+    for piece in encode(target, sources, pool, n_threads):
+        stored = flat[position : position + piece.data.size]
+        if not np.array_equal(stored, piece.data):
+            return stats, (position + int(np.argmax(stored != piece.data))) // row_bytes
+        position += piece.data.size
+        stats.add(piece.stats)
+    return stats, None
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print a line for every tensor and how many there are of each verdict."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("tensor", "type", "verdict", "rel. error"):
+        table.add_column(title, no_wrap=True, justify="right" if title == "rel. error" else "left")
+    for finding in findings:
+        verdict = finding.verdict.value
+        error = f"{finding.stats.relative_error:.2e}"
+        if finding.verdict is Verdict.DIFFERENT:
+            verdict, error = f"different from row {finding.first_difference} on", ""
+        elif finding.verdict is Verdict.EXACT:
+            error = ""
+        table.add_row(printable(finding.name), finding.type_name, verdict, error)
+    console.print(table)
+    counts = Counter(finding.verdict for finding in findings)
+    parts = [f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]]
+    console.print(f"{len(findings)} tensors: {', '.join(parts)}", highlight=False, soft_wrap=True)
