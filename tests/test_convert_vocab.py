@@ -1,7 +1,8 @@
 """The vocabulary: tokens, types, scores, special ids, and the name of the pre-tokenizer.
 
-That the ids are those of the original tokenizer is tested in test_convert_llama_cpp.py with llama.cpp itself;
-here the SentencePiece rule (join the neighbours whose joint token scores highest) is written out in Python.
+That the ids are those of the original tokenizer is tested in test_convert_tokenizers.py with llama.cpp
+itself; here the SentencePiece rule (join the neighbours whose joint token scores highest) is written out in
+Python.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 
 from convert_models import (
     LLAMA3_REGEX,
+    PRE_TOKENIZERS,
     QWEN2_REGEX,
     TEXT,
     byte_level_tokenizer,
@@ -31,6 +33,7 @@ from convert_models import (
     write_json,
     write_sentencepiece,
 )
+from ggml_tern.convert.sentencepiece_model import Model
 from ggml_tern.convert.vocab import Vocab, read_vocab
 from ggml_tern.errors import TernError
 
@@ -43,22 +46,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (
 # ---- byte-level BPE ----
 
 
-PRE_TOKENIZERS = {
-    "gpt-2": (gpt2_steps, False),
-    "smollm": (smollm_steps, False),
-    "llama-bpe": (lambda: split_steps(LLAMA3_REGEX), True),
-    "dbrx": (lambda: split_steps(LLAMA3_REGEX), False),
-    "qwen2": (lambda: split_steps(QWEN2_REGEX), False),
-}
-
-
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_pre_tokenizer_is_found_by_structure(tmp_path: Path, name: str) -> None:
     steps, ignore_merges = PRE_TOKENIZERS[name]
     write_byte_level(tmp_path, byte_level_tokenizer(steps(), ignore_merges=ignore_merges))
     vocab = read_vocab(tmp_path, 512)
-    assert (vocab.model, vocab.pre) == ("gpt2", name)
-    assert vocab.special.add_special_token["bos"] is (name == "llama-bpe")
+    assert (vocab.model, vocab.pre) == ("gpt2", name.split()[0])
+    # No post-processor: nothing goes around a text, whatever llama.cpp does by default.
+    assert vocab.adds == {"bos": False}
 
 
 def test_equivalent_spellings_of_a_pre_tokenizer(tmp_path: Path) -> None:
@@ -90,7 +85,7 @@ def test_unknown_pre_tokenizer_is_described(tmp_path: Path, steps: Any, named: s
         read_vocab(tmp_path, 512)
     message = str(caught.value)
     assert "unknown pre-tokenizer" in message and named in message and "\n" not in message
-    assert "gpt-2, smollm, llama-bpe, dbrx, qwen2" in message
+    assert "gpt-2, smollm, llama-bpe, dbrx, qwen2, qwen35" in message
 
 
 def test_byte_level_tokens_types_and_merges(tmp_path: Path) -> None:
@@ -105,8 +100,8 @@ def test_byte_level_tokens_types_and_merges(tmp_path: Path) -> None:
     assert vocab.tokens[500:] == [f"[PAD{i}]" for i in range(500, 507)]
     assert vocab.types == [CONTROL, CONTROL, USER_DEFINED, *[NORMAL] * 497, *[UNUSED] * 7]
     assert vocab.scores is None
-    assert vocab.special.merges == [" ".join(merge) for merge in parsed["model"]["merges"]]
-    assert vocab.special.special_token_ids == {"bos": 0, "eos": 1}
+    assert vocab.merges == [" ".join(merge) for merge in parsed["model"]["merges"]]
+    assert vocab.special_ids == {"bos": 0, "eos": 1}
     assert not vocab.add_space_prefix and not vocab.notes
 
 
@@ -119,9 +114,9 @@ def test_bos_follows_the_post_processor_and_the_configuration(tmp_path: Path, na
             single=template, special_tokens=[("<|bos|>", 0)]
         )
         write_byte_level(tmp_path, tokenizer)
-        assert read_vocab(tmp_path, 500).special.add_special_token["bos"] is adds
+        assert read_vocab(tmp_path, 500).adds["bos"] is adds
         write_byte_level(tmp_path, tokenizer, add_bos_token=not adds)
-        assert read_vocab(tmp_path, 500).special.add_special_token["bos"] is not adds
+        assert read_vocab(tmp_path, 500).adds["bos"] is not adds
 
 
 def test_normalization_that_llama_cpp_lacks_is_told(tmp_path: Path) -> None:
@@ -160,19 +155,27 @@ def test_end_of_turn_is_the_other_stop_that_the_template_writes(tmp_path: Path) 
         byte_level_tokenizer(gpt2_steps(), special=special),
         chat_template="{{ messages[0].content }}<|turn|><|eom_id|>",
     )
-    assert "eot" not in read_vocab(tmp_path, 500).special.special_token_ids
+    assert "eot" not in read_vocab(tmp_path, 500).special_ids
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [1, 3, 4, 2]})
     vocab = read_vocab(tmp_path, 500)
-    assert vocab.special.special_token_ids["eot"] == 2
-    assert vocab.special.chat_template == "{{ messages[0].content }}<|turn|><|eom_id|>"
+    assert vocab.special_ids["eot"] == 2
+    assert vocab.chat_template == "{{ messages[0].content }}<|turn|><|eom_id|>"
 
 
 def test_special_ids_given_only_by_text(tmp_path: Path) -> None:
     """tokenizer_config.json may name a token that tokenizer.json does not list as added."""
     tokenizer = byte_level_tokenizer(gpt2_steps(), special=())
-    write_byte_level(tmp_path, tokenizer, bos_token=tokenizer.id_to_token(7), unk_token={"content": "absent"})
-    ids = read_vocab(tmp_path, 500).special.special_token_ids
-    assert ids == {"bos": 7}
+    config: dict[str, Any] = {
+        "eos_token": {"content": tokenizer.id_to_token(8)},
+        "unk_token": {"content": "absent"},
+    }
+    write_byte_level(tmp_path, tokenizer, bos_token=tokenizer.id_to_token(7), **config)
+    vocab = read_vocab(tmp_path, 500)
+    assert vocab.special_ids == {"bos": 7, "eos": 8}
+    # Ordinary tokens, which must not vanish from answers.
+    assert vocab.types[7:9] == [NORMAL, NORMAL]
+    (note,) = vocab.notes
+    assert "unk" in note and "absent" in note
 
 
 # ---- SentencePiece ----
@@ -265,9 +268,8 @@ def test_sentencepiece_types_and_special_ids(from_model: Vocab, from_merges: Voc
     for vocab in (from_model, from_merges):
         assert (vocab.model, vocab.pre) == ("llama", "default")
         assert vocab.types.count(BYTE) == 256
-        ids = vocab.special.special_token_ids
-        assert (ids["bos"], ids["eos"]) == (2, 1)
-        assert vocab.special.add_special_token["bos"] is True
+        assert (vocab.special_ids["bos"], vocab.special_ids["eos"]) == (2, 1)
+        assert vocab.adds["bos"] is True and not vocab.adds.get("eos")
         assert vocab.add_space_prefix is False
 
 
@@ -349,6 +351,52 @@ def test_two_ids_with_one_text(tmp_path: Path) -> None:
     assert "tokens 3 and 9 have the same text '<x>'" in refusal(tmp_path)
 
 
+def test_sentencepiece_without_byte_fallback(tmp_path: Path) -> None:
+    model = Model.FromString(sentencepiece_model())
+    for piece in model.pieces:
+        piece.type = NORMAL if piece.type == BYTE else piece.type
+    write_sentencepiece(tmp_path, model.SerializeToString())
+    assert "without byte fallback" in refusal(tmp_path)
+
+
+def test_tokenizer_model_of_another_kind_beside_tokenizer_json(tmp_path: Path) -> None:
+    """Llama 3 has ranks under this name; transformers does not look at them."""
+    write_byte_level(tmp_path, byte_level_tokenizer(gpt2_steps()))
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    assert read_vocab(tmp_path, 500).pre == "gpt-2"
+    (tmp_path / "tokenizer.json").unlink()
+    assert "not a SentencePiece model" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"vocab": {}}, "vocabulary is empty"),
+        ({"vocab": {"a": 0, "b": 0}}, "'a' and 'b' have the same id 0"),
+        ({"vocab": {"a": -1, "b": 0}}, "'a' has the id -1"),
+        ({"vocab": {"a": True, "b": 0}}, "'a' has the id True"),
+        ({"merges": []}, "no merges"),
+        ({"merges": ["a"]}, "merge 0 is 'a'; expected two tokens"),
+        ({"merges": [["a", "b", "ab"]]}, "expected two tokens"),
+        ({"merges": ["a b", ["a", "c"]]}, "merge 1 is ['a', 'c'], but the vocabulary has no token 'c'"),
+        ({"merges": ["b a"]}, "no token 'ba'"),
+        ({"merges": [7]}, "not as expected"),
+        ({"vocab": {"a": 0, "b": 1, "ab": 2, "\ud83d": 3}}, "half a character"),
+        ({"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>'"),
+        ({"continuing_subword_prefix": "##"}, "continuing_subword_prefix '##'"),
+    ],
+)
+def test_broken_bpe_models(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    model = {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "ab": 2},
+        "merges": ["a b"],
+        "byte_fallback": True,
+    } | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    assert says in refusal(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -360,6 +408,9 @@ def test_two_ids_with_one_text(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"added_tokens_decoder": {"-1": {"content": "x"}}}'),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"one": {"content": "x"}}}'),
         ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"chat_template": 7}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("special_tokens_map.json", "no"),
         ("generation_config.json", "["),
     ],
 )

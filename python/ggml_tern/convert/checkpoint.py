@@ -53,7 +53,7 @@ class Checkpoint:
         self.tensors, notes = pair_scales(stored, quantization)
         self.notes += notes
         for adapter in adapters:
-            adapter.check_modules(self.tensors)
+            adapter.check_model(self.tensors)
 
     def _check_directory(self) -> None:
         directory = self.directory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 #: PEFT puts the names of the model's modules behind this.
 _PREFIX = "base_model.model."
 
+#: How it calls the copy of an adapted embedding.
+_COPY = ".base_layer.weight"
+
 #: Settings of PEFT that make an adapter more than W + s B A.
 _NOT_PLAIN = (
     "use_dora",
@@ -38,6 +41,9 @@ _NOT_PLAIN = (
     "layer_replication",
     "use_qalora",
 )
+
+#: Rows compared at a time.
+_ROWS = 1024
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(\.weight)?")
 
@@ -73,13 +79,16 @@ class Adapter:
     Attributes:
         directory: where it is.
         factors: module name of the model -> what is added to its weight.
+        copies: module name -> a copy of the model's own weight, which PEFT stores of adapted embeddings.
     """
 
     directory: Path
     factors: dict[str, Factors] = field(default_factory=dict)
+    copies: dict[str, StoredTensor] = field(default_factory=dict)
 
-    def check_modules(self, tensors: Collection[str]) -> None:
-        """Raise TernError where the model, whose tensors are named, lacks a module."""
+    def check_model(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Raise TernError where the model lacks a module, and where a copy differs from its weight: then the
+        adapter was trained with a larger vocabulary, or together with the weight."""
         missing = sorted(module for module in self.factors if f"{module}.weight" not in tensors)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -87,6 +96,13 @@ class Adapter:
                 f"{self.directory / WEIGHTS_FILE}: adapts {missing[0]}{more}, which the model does not have; "
                 "the adapter is of another model"
             )
+        for module, copy in self.copies.items():
+            own = tensors.get(f"{module}.weight")
+            if own is not None and not _same_values(own, copy):
+                raise TernError(
+                    f"{copy} differs from {own}; merge such an adapter with PEFT's merge_and_unload and "
+                    "convert the result"
+                )
 
     def files(self) -> list[Path]:
         """Every file that is read from: what an output must never overwrite."""
@@ -112,9 +128,14 @@ def open_adapter(directory: Path, scale: float = 1.0) -> Adapter:
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
         raise TernError(f"{weights}: no such file; save the adapter as safetensors there")
+    adapter = Adapter(directory)
     found: dict[str, dict[str, NDArray[np.float32]]] = {}
     for tensor in open_safetensors(weights):
-        match = _FACTOR.fullmatch(tensor.name.removeprefix(_PREFIX))
+        name = tensor.name.removeprefix(_PREFIX)
+        if name.endswith(_COPY):
+            adapter.copies[name.removesuffix(_COPY)] = tensor
+            continue
+        match = _FACTOR.fullmatch(name)
         if match is None or len(tensor.shape) != 2:
             raise TernError(
                 f"{tensor} is no factor of a LoRA; merge such an adapter with PEFT's merge_and_unload"
@@ -124,7 +145,6 @@ def open_adapter(directory: Path, scale: float = 1.0) -> Adapter:
         if match["embedding"]:
             factor, values_of = ("B", values_of.T) if factor == "A" else ("A", values_of.T)
         found.setdefault(match["module"], {})[factor] = values_of
-    adapter = Adapter(directory)
     for module, factors in found.items():
         if missing := {"A", "B"} - factors.keys():
             raise TernError(f"{weights}: module {module} has no lora_{missing.pop()}; save the adapter again")
@@ -204,3 +224,13 @@ def _matrix(tensor: StoredTensor) -> NDArray[np.float32]:
     if not np.isfinite(values).all():
         raise TernError(f"{tensor} holds NaN or Inf; the adapter is damaged")
     return values
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    rows, copies = load_rows(one), load_rows(other)
+    return all(
+        np.array_equal(as_float32(rows[start : start + _ROWS]), as_float32(copies[start : start + _ROWS]))
+        for start in range(0, one.shape[0], _ROWS)
+    )

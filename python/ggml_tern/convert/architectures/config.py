@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from ggml_tern.errors import TernError
@@ -19,7 +18,7 @@ class Config:
     A key that is absent or null counts as not given: it takes `default`, and is an error where there is none.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values = values
         self._where = where
 
@@ -102,6 +101,15 @@ class Config:
         if not isinstance(value, dict):
             raise self._fail(key, "an object")
         return Config(value, f"{self._where}: {key}")
+
+    def text_model(self) -> Config:
+        """The configuration of the text model: this one, or the section of a vision checkpoint's, which leaves
+        to the whole whether the head is the embedding."""
+        text = self.section("text_config")
+        if text is None:
+            return self
+        tied = self._values.get("tie_word_embeddings")
+        return Config({"tie_word_embeddings": tied} | text._values, text._where)
 
     def require(self, key: str, default: object, supported: object) -> None:
         """Raise TernError unless `key`, which means `default` when not given, is what llama.cpp's graph

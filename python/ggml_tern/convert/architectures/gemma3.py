@@ -27,8 +27,7 @@ class Gemma3(Architecture):
     def __init__(self, config: Config) -> None:
         # The vision checkpoints nest the text model's configuration, and leave out what equals the defaults
         # of transformers' Gemma3TextConfig, which are therefore repeated below.
-        text = config.section("text_config")
-        super().__init__(text or config)
+        super().__init__(config.text_model())
         config = self.config
         self._vocab_size = config.integer("vocab_size", 262208)
         self.n_embd = config.integer("hidden_size", 2304)

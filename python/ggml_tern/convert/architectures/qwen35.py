@@ -52,8 +52,7 @@ class Qwen35(Decoder):
     }
 
     def __init__(self, config: Config) -> None:
-        # The vision checkpoints nest the text model's configuration.
-        super().__init__(config.section("text_config") or config)
+        super().__init__(config.text_model())
         config = self.config
         self.linear = self._read_layer_types()
         self.n_key_heads = config.integer("linear_num_key_heads", 16)
