@@ -1,5 +1,4 @@
-"""Converted files in stock llama.cpp: its logits are those of transformers, its token ids those of the
-tokenizer.
+"""Converted files in stock llama.cpp: its logits are those of transformers.
 
 Weights are kept in float32 here, so that whatever differs is the conversion's fault: row order, norms, rotary
 parameters, sliding windows, heads, biases.
@@ -7,6 +6,7 @@ parameters, sliding windows, heads, biases.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,42 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GemmaTokenizer, LlamaTokenizer
+from safetensors.numpy import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitNetConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from convert_models import (
-    LLAMA3_REGEX,
-    QWEN2_REGEX,
-    SPECIAL,
     byte_level_tokenizer,
     gemma3_dir,
-    gpt2_steps,
-    llama_config,
     llama_dir,
-    mixed_lines,
-    random_tensors,
-    sentencepiece_model,
     smollm_steps,
-    split_steps,
-    tokens_in_llama_cpp,
     write_byte_level,
     write_json,
-    write_sentencepiece,
     write_weights,
 )
+from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.ternarize import F32, TypeChoice
+from ggml_tern.convert.targets import F32, PTQ1_0, TensorType, TypeChoice
+from ggml_tern.runtime import host
+from ggml_tern.runtime.run import find_program
 from llama_cpp import Llama
+from reference import in_llama, tool
+
+check_hosts = tool("check_hosts")
+compare_logits = tool("compare_logits")
 
 N_TOKENS = 70
 
@@ -57,12 +66,23 @@ def served_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float32]:
     return logits
 
 
-def plain_logits(directory: Path, tokens: list[int]) -> npt.NDArray[np.float32]:
-    model = AutoModelForCausalLM.from_pretrained(
+def plain_model(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
+
+
+def plain_logits(model: PreTrainedModel, tokens: list[int]) -> npt.NDArray[np.float32]:
     with torch.no_grad():
         logits: npt.NDArray[np.float32] = model(torch.tensor([tokens])).logits[0].numpy()
+    return logits
+
+
+def logits_without_blocks(model: PreTrainedModel, tokens: list[int]) -> npt.NDArray[np.float32]:
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(torch.tensor([tokens]))
+        logits: npt.NDArray[np.float32] = model.lm_head(model.model.norm(embedded))[0].numpy()
     return logits
 
 
@@ -101,64 +121,270 @@ def test_logits_are_those_of_transformers(tmp_path: Path, make: Any, changes: di
     )
     # More positions than the sliding window of 32.
     tokens = np.random.default_rng(1).integers(4, 400, N_TOKENS).tolist()
-    expected = plain_logits(directory, tokens)
+    expected = plain_logits(plain_model(directory), tokens)
     # float32 sums in another order; a wrong row order, norm or angle is off by the size of the logits.
     np.testing.assert_allclose(served_logits(output, tokens), expected, atol=2e-3 * float(expected.std()))
 
 
-# ---- token ids ----
+# ---- models that transformers makes ----
+
+#: Sizes that all families share: wide enough for groups of 128 and for logits that mean something.
+SIZES: dict[str, int] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+QWEN3_MOE = {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 3}
+# Two value heads to a key head, in an order of their own.
+QWEN35 = {
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = LLAMA3_SCALING | {"rope_theta": 10000.0}
+
+#: For each family its class, and configurations by name.
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, dict[str, Any]]]] = {
+    "llama": (LlamaConfig, {"": {}, "llama3 rope": {"rope_parameters": LLAMA3}}),
+    # Falcon3 has heads of 256, TriLM as many key heads as query heads.
+    "falcon3": (LlamaConfig, {"": {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1}}),
+    "trilm": (
+        LlamaConfig,
+        {"": {"num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}},
+    ),
+    "mistral": (MistralConfig, {"": {"sliding_window": None}, "head 128": {"head_dim": 128}}),
+    "qwen2": (
+        Qwen2Config,
+        {"": {}, "tied": {"tie_word_embeddings": True}, "yarn": {"rope_parameters": YARN}},
+    ),
+    "qwen3": (
+        Qwen3Config,
+        {
+            "": {"head_dim": 64},
+            "head 128, tied": {"head_dim": 128, "tie_word_embeddings": True},
+            "yarn": {"head_dim": 64, "rope_parameters": YARN | {"attention_factor": 0.7}},
+        },
+    ),
+    "qwen3moe": (Qwen3MoeConfig, {"": QWEN3_MOE | {"norm_topk_prob": True}}),
+    "bitnet": (BitNetConfig, {"": {"tie_word_embeddings": True, "hidden_act": "silu"}}),
+    "qwen35": (
+        Qwen3_5TextConfig,
+        {
+            "": QWEN35,
+            "small heads": QWEN35 | {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+            "as many value heads": QWEN35 | {"linear_num_value_heads": 2, "tie_word_embeddings": True},
+            "layers": QWEN35
+            | {"layer_types": [f"{kind}_attention" for kind in ("full", "linear", "linear", "full")]},
+            "yarn": QWEN35 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}},
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "": {
+                "head_dim": 64,
+                "query_pre_attn_scalar": 64,
+                "sliding_window": 32,
+                "num_hidden_layers": 7,
+                "tie_word_embeddings": False,
+            }
+        },
+    ),
+}
+#: About the standard deviation of the logits: neither flat nor certain.
+LOGITS = 1.0
+#: What stays as it is in a ternary model: tables, and matrices that are not rounded.
+NOT_TERNARY = ("embed_tokens", "lm_head", "conv1d", "in_proj_a", "in_proj_b", "mlp.gate.")
 
 
-def converted(directory: Path) -> Path:
-    """The GGUF of a model directory that has only its tokenizer yet."""
-    config = llama_config(num_hidden_layers=1)
-    write_json(directory / "config.json", config)
-    write_weights(directory, random_tensors(config))
-    convert(directory, directory / "out.gguf", TypeChoice(F32, F32))
-    return directory / "out.gguf"
+def ternary(weights: torch.Tensor) -> torch.Tensor:
+    """The weights rounded to -a, 0 and a in groups of 128 along the last dimension; a is an fp16 number."""
+    groups = weights.unflatten(-1, (-1, 128))
+    scale = groups.abs().mean(dim=-1, keepdim=True).half().float()
+    return ((groups / scale).round().clamp(-1, 1) * scale).flatten(-2)
 
 
-@pytest.mark.parametrize(
-    ("steps", "ignore_merges"),
-    [
-        (gpt2_steps(), False),
-        (smollm_steps(), False),
-        (split_steps(LLAMA3_REGEX), True),
-        (split_steps(LLAMA3_REGEX), False),
-        (split_steps(QWEN2_REGEX), False),
-    ],
-    ids=["gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2"],
-)
-def test_ids_of_byte_level_tokenizers(tmp_path: Path, steps: Any, ignore_merges: bool) -> None:
-    tokenizer = byte_level_tokenizer(steps, ignore_merges=ignore_merges)
-    write_byte_level(tmp_path, tokenizer, add_bos_token=False)
-    lines = mixed_lines(400)
-    expected = [tokenizer.encode(line).ids for line in lines]
-    assert tokens_in_llama_cpp(converted(tmp_path), lines) == expected
+def float_tables(family: str, case: str, matrix: TensorType = F32) -> TypeChoice:
+    """Matrices of a type; the embedding, and the head where there is one, stay in float32."""
+    config_class, cases = FAMILIES[family]
+    tied = config_class(**SIZES | cases[case]).tie_word_embeddings
+    return TypeChoice(matrix, F32, None if tied else F32)
 
 
-def test_ids_of_a_sentencepiece_model(tmp_path: Path) -> None:
-    write_sentencepiece(tmp_path, sentencepiece_model())
-    pieces = SentencePieceProcessor(model_proto=sentencepiece_model())
-    # SentencePiece does not look for control tokens in text, llama.cpp does.
-    lines = [line for line in mixed_lines(400) if "<bos>" not in line and "<eos>" not in line]
-    assert len(lines) > 200
-    expected = [[pieces.bos_id(), *pieces.encode(line)] for line in lines]
-    assert tokens_in_llama_cpp(converted(tmp_path), lines) == expected
+def transformers_dir(directory: Path, family: str, case: str = "", *, is_ternary: bool = False) -> Path:
+    """A model directory of a family, as transformers saves it: random weights, a byte-level tokenizer."""
+    config_class, cases = FAMILIES[family]
+    torch.manual_seed(2 + len(family))
+    model = AutoModelForCausalLM.from_config(config_class(**SIZES | cases[case]), dtype=torch.float32)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if values.dim() == 1:
+                # Norms, biases, the time constants of Gated DeltaNets: off what they start with.
+                values += 0.1 * torch.randn_like(values)
+                # Behind these norms, what a block adds would be as loud as the token itself.
+                if family == "bitnet" and "sub_norm" in name:
+                    values *= 0.3
+                if family == "gemma3" and "post_" in name:
+                    values -= 0.8
+                continue
+            values.copy_(torch.randn_like(values) / values.shape[-1] ** 0.5)
+            if name.endswith("mlp.gate.weight"):
+                # A router that knows what it wants.
+                values *= 3.0
+            if "linear_attn" in name and ("in_proj_qkv" in name or "conv1d" in name):
+                # Keys that resemble queries, as trained ones do: what a Gated DeltaNet computes is
+                # normalized, and where a key is at right angles to the query only rounding would be left.
+                n_key = model.config.linear_num_key_heads * model.config.linear_key_head_dim
+                values[n_key : 2 * n_key].mul_(0.5).add_(values[:n_key])
+            if is_ternary and not any(part in name for part in NOT_TERNARY):
+                values.copy_(ternary(values))
+        # Some tokens are likelier than others; no token is lost among what the blocks add to it, nor so loud
+        # that a head which is the embedding hears only the token itself. (Gemma scales the embedding.)
+        model.get_output_embeddings().weight.mul_(torch.randn(SIZES["vocab_size"], 1).mul(0.8).exp())
+        tied = model.config.tie_word_embeddings
+        token_size = 2.0 if family == "gemma3" else 8.0 if tied else 32.0
+        model.get_input_embeddings().weight.mul_(token_size)
+        norm = model.get_parameter("model.norm.weight")
+        shift = 1.0 if family in ("gemma3", "qwen35") else 0.0
+        norm.add_(shift).mul_(LOGITS / token_size if tied else LOGITS).sub_(shift)
+    model.save_pretrained(directory)
+    write_byte_level(directory, byte_level_tokenizer(smollm_steps()))
+    return directory
 
 
-@pytest.mark.parametrize("kind", [GemmaTokenizer, LlamaTokenizer])
-def test_ids_of_what_transformers_makes_of_a_sentencepiece_model(tmp_path: Path, kind: Any) -> None:
-    """tokenizer.json alone, without and with a space before the text."""
-    write_sentencepiece(tmp_path, sentencepiece_model())
-    kind.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.model").unlink()
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    lines = mixed_lines(600)
-    if kind is LlamaTokenizer:
-        # llama.cpp puts a space after every special token too, and before text that starts with one.
-        whole = [*SPECIAL, "  "]
-        lines = [line for line in lines if line[0] != " " and not any(token in line for token in whole)]
-        assert len(lines) > 50
-    expected = [tokenizer.encode(line).ids for line in lines]
-    assert tokens_in_llama_cpp(converted(tmp_path), lines) == expected
+CASES = [(family, case) for family, (_, cases) in FAMILIES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path, family: str, case: str) -> None:
+    directory = transformers_dir(tmp_path / "hf", family, case)
+    output = tmp_path / "out.gguf"
+    convert(directory, output, float_tables(family, case))
+    tokens = np.random.default_rng(1).integers(4, 400, N_TOKENS).tolist()
+    expected = plain_logits(plain_model(directory), tokens)
+    assert 0.3 < compare_logits.entropy(expected) < 5
+    np.testing.assert_allclose(
+        served_logits(output, tokens), expected, rtol=2e-3, atol=2e-3 * float(expected.std())
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ternary_model_is_served_as_it_is(tmp_path: Path, family: str) -> None:
+    """Packed without loss, through the plug-in: the logits of transformers, but for the int8 activations,
+    and its greedy text."""
+    directory = transformers_dir(tmp_path / "hf", family, is_ternary=True)
+    output = tmp_path / "out.gguf"
+    report = convert(directory, output, float_tables(family, "", PTQ1_0))
+    packed = [stats for stats in report.stats if stats.groups]
+    assert packed and all(stats.exact_groups == stats.groups for stats in packed)
+
+    tokens = np.random.default_rng(1).integers(4, 400, 200).astype(np.int32)
+    model = plain_model(directory)
+    expected = plain_logits(model, tokens.tolist())
+    served = compare_logits.host_logits(output, tokens, compare_logits.Serving(kv_type=_core.TYPE_F32))
+    agreement = compare_logits.compare(expected, served)
+    without_blocks = compare_logits.compare(expected, logits_without_blocks(model, tokens.tolist()))
+    print(agreement, without_blocks)
+    assert agreement.mean_kl <= 1e-3
+    assert agreement.top1 >= 0.99
+    # The model is worth comparing: neither flat nor certain, and its blocks have their say.
+    assert 0.3 < compare_logits.entropy(expected) < 5
+    assert without_blocks.mean_kl > 0.05 and without_blocks.top1 < 0.95
+
+    prompt = "The quick brown fox jumps over"
+    ids = compare_logits.host_tokens(output, prompt).tolist()
+    for _ in range(24):
+        ids.append(int(plain_logits(model, ids)[-1].argmax()))
+    assert in_llama.ask("greedy", str(output), prompt, 24, 99) == ids[-24:]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_language_model_of_a_qwen35_vision_checkpoint(tmp_path: Path, tied: bool) -> None:
+    """As transformers saves the whole of it: configuration and names are nested, and the whole says whether
+    it is tied."""
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256}
+    config = Qwen3_5Config(text_config=SIZES | QWEN35, vision_config=vision, tie_word_embeddings=tied)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    directory = tmp_path / "hf"
+    model.save_pretrained(directory)
+    saved = json.loads((directory / "config.json").read_text())
+    saved["text_config"].pop("tie_word_embeddings", None)
+    write_json(directory / "config.json", saved)
+    write_byte_level(directory, byte_level_tokenizer(smollm_steps()))
+    output = tmp_path / "out.gguf"
+    report = convert(directory, output, TypeChoice(F32, F32, None if tied else F32))
+    assert "the vision tower is left out" in report.notes
+    tokens = np.random.default_rng(1).integers(4, 400, N_TOKENS).tolist()
+    expected = plain_logits(model, tokens)
+    np.testing.assert_allclose(served_logits(output, tokens), expected, atol=2e-3 * float(expected.std()))
+
+
+# ---- the MTP head of Qwen3.5 ----
+
+
+def mtp_dir(directory: Path, joint: npt.NDArray[np.float32]) -> Path:
+    """A Qwen3.5 whose blocks add nothing: it goes from token t to token t + 7.
+
+    Its MTP head therefore knows what comes after the next token if `joint`, the matrix (n_embd, 2 * n_embd)
+    that joins it on, picks the embedding of that token from (embedding, hidden state).
+    """
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(**SIZES | QWEN35 | {"mtp_num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    embedding = torch.randn(config.vocab_size, config.hidden_size)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+                values.zero_()
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.copy_(embedding.roll(7, 0))
+    model.save_pretrained(directory)
+    write_byte_level(directory, byte_level_tokenizer(smollm_steps()))
+
+    tensors = load_file(directory / "model.safetensors")
+    full_attention = "model.layers.3."
+    tensors |= {
+        "mtp.layers.0." + name.removeprefix(full_attention): values.copy()
+        for name, values in tensors.items()
+        if name.startswith(full_attention)
+    }
+    tensors["mtp.fc.weight"] = joint
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = np.zeros(config.hidden_size, np.float32)
+    write_weights(directory, tensors)
+    return directory
+
+
+@pytest.mark.parametrize("picks", ["embedding", "hidden state"])
+def test_llama_server_speculates_with_the_mtp_head(tmp_path: Path, picks: str) -> None:
+    """All that it drafts is accepted if its head knows the answer, and nothing if it repeats the token."""
+    unit, zeros = np.eye(SIZES["hidden_size"], dtype=np.float32), np.zeros((256, 256), np.float32)
+    joint = np.concatenate([unit, zeros] if picks == "embedding" else [zeros, unit], axis=1)
+    output = tmp_path / "out.gguf"
+    convert(mtp_dir(tmp_path / "hf", joint), output, TypeChoice(PTQ1_0, F32, F32), keep_mtp=True)
+    command: list[str | Path] = [find_program("llama-server"), "-m", output, "-c", "128", "-np", "1"]
+    command += ["-t", "1", "--fit", "off", "--spec-type", "draft-mtp"]
+    with check_hosts.serving(command, host.host_environment(stock=False), tmp_path / "log") as address:
+        request = {
+            "prompt": [10],
+            "n_predict": 30,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_tokens": True,
+        }
+        answer = check_hosts.post(f"{address}/completion", request | {"return_tokens": True})
+    assert answer["tokens"] == [(10 + 7 * step) % 512 for step in range(1, 31)]
+    drafted, accepted = answer["timings"]["draft_n"], answer["timings"]["draft_n_accepted"]
+    assert drafted >= 10
+    assert accepted == (drafted if picks == "embedding" else 0)

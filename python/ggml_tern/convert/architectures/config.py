@@ -103,8 +103,8 @@ class Config:
         return Config(value, f"{self._where}: {key}")
 
     def text_model(self) -> Config:
-        """The configuration of the text model: this one, or the section of a vision checkpoint's, which leaves
-        to the whole whether the head is the embedding."""
+        """The configuration of the text model: this one, or a section of it in a vision checkpoint, where the
+        whole may say whether the head is the embedding."""
         text = self.section("text_config")
         if text is None:
             return self
