@@ -38,7 +38,7 @@ help:  ## List these targets
 
 .PHONY: demo
 demo: build  ## Convert Gemma 3 270M and run it in stock llama.cpp
-	@$(PY) -P tools/demo.py
+	@$(PY) tools/demo.py
 
 .PHONY: test
 test: check-style pytest  ## Check style and types, then run all tests
@@ -66,7 +66,7 @@ format: build  ## Put all files into the style that lint checks
 # An editable install: Python files are used where they lie; after a change in csrc/ this compiles what changed.
 .PHONY: build
 build: dependencies  ## Build and install into .venv, incrementally
-	@$(PY) tools/llama_cpp.py build > /dev/null
+	@$(PY) tools/build_llama_cpp.py build > /dev/null
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -C build-dir=build/dev -e .
 
 # The stamp is named after the extras: another set, or another pyproject.toml, installs anew.
@@ -75,7 +75,7 @@ dependencies: .venv/bin/pip
 	@stamp=".venv/.have-$(subst $() ,-,$(EXTRAS))-$$(sha256sum pyproject.toml | cut -c1-16)"; \
 	if [ ! -e "$$stamp" ]; then \
 	    $(PY) -m pip install -r <($(PY) -c "$$REQUIREMENTS" build); \
-	    $(PY) tools/llama_cpp.py bindings > /dev/null; \
+	    $(PY) tools/build_llama_cpp.py bindings > /dev/null; \
 	    $(PY) -m pip install -r <($(PY) -c "$$REQUIREMENTS" $(EXTRAS)); \
 	    touch "$$stamp"; \
 	fi

@@ -2,7 +2,7 @@
 #   TERN_GGML_INCLUDE_DIRS   the folders of ggml.h, ggml-backend-impl.h and ggml-impl.h
 #   TERN_LLAMA_CPP_DIST      the folder of the stock tools and libraries to ship; empty with TERN_LLAMA_CPP_DIR
 #
-# The pinned source comes from tools/llama_cpp.py, which fetches and builds it once per machine, apart from this build.
+# The pinned source comes from tools/build_llama_cpp.py, which fetches and builds it once per machine, apart from this build.
 # The variable TERN_LLAMA_CPP_DIR (CMake's or the environment's) names another llama.cpp source tree: then the plug-in is
 # compiled against its headers, and no tools are built or shipped.
 
@@ -16,7 +16,7 @@ if(TERN_LLAMA_CPP_DIR)
   message(STATUS "llama.cpp: headers from ${_source} (TERN_LLAMA_CPP_DIR); no tools are shipped")
 else()
   find_package(Python REQUIRED COMPONENTS Interpreter)
-  set(_command "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/tools/llama_cpp.py" build --json --cmake
+  set(_command "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/tools/build_llama_cpp.py" build --json --cmake
                "${CMAKE_COMMAND}"
   )
   if(CMAKE_GENERATOR STREQUAL "Ninja")

@@ -1,4 +1,4 @@
-"""tools/llama_cpp.py on a source tree of a few lines: real tar, cmake and ninja, in seconds."""
+"""tools/build_llama_cpp.py on a source tree of a few lines: real tar, cmake and ninja, in seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SCRIPT = REPOSITORY / "tools" / "llama_cpp.py"
+SCRIPT = REPOSITORY / "tools" / "build_llama_cpp.py"
 
 spec = importlib.util.spec_from_file_location("llama_cpp_script", SCRIPT)
 assert spec is not None and spec.loader is not None
@@ -74,7 +74,7 @@ def run(cache: Path, tmp_path: Path) -> Run:
     sdist.parent.mkdir(parents=True)
     sdist.write_bytes(content.getvalue())
     digest = hashlib.sha256(content.getvalue()).hexdigest()
-    copy = tmp_path / "llama_cpp.py"
+    copy = tmp_path / "build_llama_cpp.py"
     copy.write_text(SCRIPT.read_text().replace(script.SDIST_SHA256, digest))
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -147,7 +147,7 @@ def test_goes_on_after_it_was_stopped(run: Run, cache: Path, tmp_path: Path, num
     fifo = root / "source" / "fifo"  # the compiler waits for someone to write there
     os.mkfifo(fifo)
     process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "llama_cpp.py"), "build"],
+        [sys.executable, str(tmp_path / "build_llama_cpp.py"), "build"],
         env=os.environ | {"TERN_CACHE_DIR": str(cache)},
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -177,7 +177,7 @@ def test_a_second_build_waits_for_the_first(run: Run, cache: Path, tmp_path: Pat
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "llama_cpp.py"), "build"],
+            [sys.executable, str(tmp_path / "build_llama_cpp.py"), "build"],
             env=os.environ | {"TERN_CACHE_DIR": str(cache)},
             stderr=subprocess.PIPE,
             text=True,

@@ -105,7 +105,7 @@ def test_ids_of_a_sentencepiece_model(tmp_path: Path, merged: str) -> None:
 @functools.cache
 def vocabularies() -> Path:
     """The folder with them."""
-    command = [sys.executable, "-P", str(ROOT / "tools" / "llama_cpp.py"), "fetch", "--json"]
+    command = [sys.executable, str(ROOT / "tools" / "build_llama_cpp.py"), "fetch", "--json"]
     made = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Path(json.loads(made.stdout)["source"]) / "models"
 

@@ -186,14 +186,14 @@ def test_the_abort_callback_reaches_the_host(models: dict[str, Path]) -> None:
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(HF directory, its PTQ1_0 GGUF) of Gemma 3 270M: the directory is made once, into the cache."""
     made = subprocess.run(
-        [sys.executable, "-P", ROOT / "tools" / "make_hf_dir.py", "gemma3-270m"],
+        [sys.executable, ROOT / "tools" / "make_hf_dir.py", "gemma3-270m"],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
     hf_dir = Path(made.stdout.strip().splitlines()[-1])
     out = tmp_path_factory.mktemp("gemma") / "gemma-ptq1_0.gguf"
-    subprocess.run([sys.executable, "-P", "-m", "ggml_tern.convert.cli", hf_dir, out], check=True)
+    subprocess.run([sys.executable, "-m", "ggml_tern.convert.cli", hf_dir, out], check=True)
     return hf_dir, out
 
 

@@ -1,7 +1,7 @@
 """Measure the plug-in against stock llama.cpp on the synthetic Qwen3 0.6B, and write the table down.
 
-    python -P tools/bench_stock.py                   # all five, and docs/benchmarks/DATE-stock.md
-    python -P tools/bench_stock.py --slow-rounds 0   # without stock Q2_0, which alone takes minutes
+    python tools/bench_stock.py                   # all five, and docs/benchmarks/DATE-stock.md
+    python tools/bench_stock.py --slow-rounds 0   # without stock Q2_0, which alone takes minutes
 
 Every round runs the stock llama-bench once for each engine and type in turn, so that whatever else the
 machine does hits all of them alike; look at the ratios first. All files hold the very same weights.
@@ -46,7 +46,7 @@ class Contender:
 
 def synthetic(type_name: str) -> Path:
     """The cached synthetic model in that type, written if it is not there yet."""
-    command = [sys.executable, "-P", str(ROOT / "tools" / "make_synthetic.py"), "--type", type_name]
+    command = [sys.executable, str(ROOT / "tools" / "make_synthetic.py"), "--type", type_name]
     return Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
 
 

@@ -146,10 +146,10 @@ def archive(release: Release) -> Path:
 
 def pinned_source(command: str) -> Path:
     """The source of the pinned release, which the project fetches and builds by other means."""
-    script = REPOSITORY / "tools" / "llama_cpp.py"
+    script = REPOSITORY / "tools" / "build_llama_cpp.py"
     result = subprocess.run([sys.executable, script, command, "--json"], stdout=subprocess.PIPE, check=False)
     if result.returncode != 0:
-        raise HostError(f"tools/llama_cpp.py {command} failed")
+        raise HostError(f"tools/build_llama_cpp.py {command} failed")
     return Path(json.loads(result.stdout)["source"])
 
 

@@ -1,7 +1,7 @@
 """Show that ternary weights go from type to type and through floats, and come out the same bit for bit.
 
-    python -P tools/check_roundtrips.py                     # 10 million random blocks
-    python -P tools/check_roundtrips.py --blocks 0 MODEL.gguf ...   # the ternary tensors of real models
+    python tools/check_roundtrips.py                     # 10 million random blocks
+    python tools/check_roundtrips.py --blocks 0 MODEL.gguf ...   # the ternary tensors of real models
 
 Every path starts with packed blocks of 128 weights and ends with packed blocks again: PQ2_0 to PTQ1_0 and
 back, and each of them through unpacked float32, and float16, into either. Decoded values are compared as

@@ -1,7 +1,7 @@
 """Compare the logits of a served ternary model with a plain computation on its decoded weights.
 
-    python -P tools/compare_logits.py MODEL.gguf HF_DIR  # a converted checkpoint and its config
-    python -P tools/compare_logits.py MODEL.gguf         # Qwen3: config from the file itself
+    python tools/compare_logits.py MODEL.gguf HF_DIR  # a converted checkpoint and its config
+    python tools/compare_logits.py MODEL.gguf         # Qwen3: config from the file itself
 
 The served logits come from stock llama.cpp (through llama-cpp-python) with the plug-in, on the main device
 and with everything on the CPU list, with KV caches in fp16 and in fp32. The plain computation is the
@@ -79,7 +79,7 @@ def _ask_host(request: dict[str, Any]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         # -P: this script's folder must not shadow packages of the same names.
-        command = [sys.executable, "-P", __file__, HOST_ARGUMENT, str(answer)]
+        command = [sys.executable, __file__, HOST_ARGUMENT, str(answer)]
         done = subprocess.run(command, input=json.dumps(request), text=True, stdout=subprocess.DEVNULL)
         if done.returncode != 0 or not answer.exists():
             raise TernError(f"{request['model']}: the host failed with exit code {done.returncode}")

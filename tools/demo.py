@@ -106,7 +106,7 @@ def run(*command: str | Path) -> None:
 
 def make_checkpoint() -> Path:
     """The Hugging Face directory of the model."""
-    command = [sys.executable, "-P", str(REPOSITORY / "tools" / "make_hf_dir.py"), MODEL]
+    command = [sys.executable, str(REPOSITORY / "tools" / "make_hf_dir.py"), MODEL]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode != 0:
         raise DemoError("the checkpoint could not be made")

@@ -1,7 +1,7 @@
 """Write a synthetic ternary Qwen3 model: the model that speed and whole-model exactness are measured on.
 
-    python -P tools/make_synthetic.py --type pq2_0      # prints the path of the cached file
-    python -P tools/make_synthetic.py --type tq2_0 --layers 2 --out small.gguf
+    python tools/make_synthetic.py --type pq2_0      # prints the path of the cached file
+    python tools/make_synthetic.py --type tq2_0 --layers 2 --out small.gguf
 
 The default is a Qwen3 0.6B: width 1024, ffn 3072, 28 layers, 16 query and 8 KV heads of 128, vocabulary
 49152 (with the tokenizer of SmolLM2, so that it serves text), embedding and head tied. Every matrix is

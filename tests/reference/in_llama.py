@@ -30,7 +30,7 @@ def ask(question: str, *arguments: Any, plugin: bool = True) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         subprocess.run(
-            [sys.executable, "-P", __file__, str(answer)],
+            [sys.executable, __file__, str(answer)],
             input=json.dumps({"question": question, "arguments": arguments, "plugin": plugin}),
             text=True,
             stdout=subprocess.DEVNULL,

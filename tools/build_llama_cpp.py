@@ -12,7 +12,7 @@ built unmodified. Everything lies in the cache folder (``$TERN_CACHE_DIR``, defa
     whether it is done llama.cpp/VERSION/lock                 held while a build runs; a second one waits
     llama.cpp/VERSION/build.log            the whole output of the last configure and build
 
-CMake runs ``llama_cpp.py build --json`` at configure time (cmake/LlamaCpp.cmake); by hand it works the same
+CMake runs ``build_llama_cpp.py build --json`` at configure time (cmake/LlamaCpp.cmake); by hand it works the same
 way. An interrupted run leaves nothing half-done that a later one would trust: it goes on where the first one
 stopped.
 
@@ -472,13 +472,13 @@ def main() -> int:
             bindings_command(layout)
         result = report(layout)
     except BuildError as error:
-        print(f"llama_cpp.py: {error}", file=sys.stderr)
+        print(f"build_llama_cpp.py: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"llama_cpp.py: {error}: is there space, and may you write to {layout.cache}?", file=sys.stderr)
+        print(f"build_llama_cpp.py: {error}: is there space, and may you write to {layout.cache}?", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nllama_cpp.py: interrupted; the next run goes on from here", file=sys.stderr)
+        print("\nbuild_llama_cpp.py: interrupted; the next run goes on from here", file=sys.stderr)
         return 130
     if arguments.json:
         print(json.dumps(result))
