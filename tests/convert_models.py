@@ -14,12 +14,12 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from llama_cpp import Llama
 from safetensors.numpy import save_file
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ggml_tern.convert.vocab import Vocab
-from llama_cpp import Llama
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]

@@ -165,7 +165,9 @@ def test_q2_0_rows_of_an_odd_number_of_blocks(rng: np.random.Generator) -> None:
     ops = []
     for n_blocks in (1, 3, 11):
         weights = random_blocks(rng, ref.Q2_0, 21, 64 * n_blocks)
-        ops.append(Op("mul_mat", 42, 64 * n_blocks, weights, random_activations(rng, 5, 64 * n_blocks)))
+        # Without outliers, so that int8 is close whatever the groups.
+        x = rng.standard_normal((5, 64 * n_blocks)).astype(np.float32)
+        ops.append(Op("mul_mat", 42, 64 * n_blocks, weights, x))
     for op, result in zip(ops, one_op.in_new_process(one_op.run_all, ops, one_op.IGPU, [2]), strict=True):
         assert op.x is not None
         # Such a row may be left to the stock kernel, which quantizes activations in groups of its own.
@@ -207,6 +209,41 @@ def test_mul_mat_id(type_id: int, per_expert: bool, rng: np.random.Generator) ->
             if tokens.size:
                 inputs = np.ascontiguousarray(x[tokens, slot if per_expert else 0])
                 assert_matches(fmt, weights[expert], inputs, one.y[tokens, slot])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", one_op.SQUARED_RELU_SLOTS)
+def test_products_through_squared_relu(type_id: int, device: int, rng: np.random.Generator) -> None:
+    """Bit for bit what is made of the plain product, once for each output; rows are as in the plain type."""
+    fmt, slot = ref.FORMATS[type_id], one_op.SQUARED_RELU_SLOTS[type_id]
+    n_experts, n_out, n_in = 3, 515, 640
+    weights = random_blocks(rng, fmt, n_experts * n_out, n_in).reshape(n_experts, n_out, -1)
+    x = rng.standard_normal((70, n_in)).astype(np.float32)
+    ids = rng.integers(0, n_experts, (70, 1)).astype(np.int32)
+    rows = rng.integers(0, n_out, 20).astype(np.int32)
+    ops = [
+        Op("mul_mat", slot, n_in, weights[0], x),
+        Op("mul_mat", slot, n_in, weights[0], x[5:6].copy()),
+        Op("mul_mat_id", slot, n_in, weights, x[:, None], ids),
+        Op("get_rows", slot, n_in, weights[0], ids=rows),
+    ]
+    results = one_op.in_new_process(one_op.run_all, ops, device, [1, 2, 3])
+    assert all(result.supported for result in results)
+    expected = [
+        _core.squared_relu_for_silu(_core.matmul(type_id, np.ascontiguousarray(matrix), x))
+        for matrix in weights
+    ]
+    assert (expected[0] == 0).any() and (expected[0] > 1).any()
+    for result in results[0:3]:
+        assert result.y.tobytes() == expected[0].tobytes()
+        assert result.weights_read == weights[0].tobytes()
+    for result in results[3:6]:
+        assert result.y.tobytes() == expected[0][5:6].tobytes()
+    for result in results[6:9]:
+        chosen = [expected[expert][token] for token, expert in enumerate(ids[:, 0])]
+        assert result.y[:, 0].tobytes() == np.stack(chosen).tobytes()
+    for result in results[9:12]:
+        assert np.array_equal(result.y, ref.dequantize(fmt, weights[0])[rows])
 
 
 @pytest.mark.parametrize("device", DEVICES)

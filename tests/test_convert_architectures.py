@@ -31,6 +31,7 @@ from convert_models import (
     write_json,
     write_weights,
 )
+from ggml_tern import _core
 from ggml_tern.convert.architectures import REGISTRY, find_architecture
 from ggml_tern.convert.architectures.base import Architecture, Role
 from ggml_tern.convert.architectures.config import Config
@@ -589,12 +590,20 @@ def test_the_tensors_of_the_released_27b() -> None:
 
 @pytest.mark.parametrize("activation", ["relu2", None])
 def test_squared_relu_of_bitnet(activation: str | None) -> None:
-    """The file says so, and so does a note: llama.cpp's graph has SiLU in its place."""
+    """The file says so, and so does a note where a gate has a type for which the plug-in cannot mend it:
+    llama.cpp's graph has SiLU in its place."""
+    helped, not_helped = (
+        {"blk.0.ffn_gate.weight": _core.TYPE_PTQ1_0, "blk.1.ffn_gate.weight": gate, "blk.1.ffn_up.weight": 0}
+        for gate in (_core.TYPE_PQ2_0, _core.TYPE_TQ2_0)
+    )
     config = bitnet_config(hidden_act=activation, tie_word_embeddings=True)
     assert metadata(config)["hidden_activation"] == "relu2"
-    assert len(architecture(config).notes) == 1 and "squared ReLU" in architecture(config).notes[0]
+    found = architecture(config)
+    assert found.notes == [] and found.notes_for(helped) == []
+    assert len(found.notes_for(not_helped)) == 1 and "squared ReLU" in found.notes_for(not_helped)[0]
     plain = bitnet_config(hidden_act="silu", tie_word_embeddings=True)
-    assert "hidden_activation" not in metadata(plain) and architecture(plain).notes == []
+    assert "hidden_activation" not in metadata(plain)
+    assert architecture(plain).notes == [] == architecture(plain).notes_for(not_helped)
 
 
 def test_every_tensor_of_an_untied_model_with_biases_has_a_place() -> None:

@@ -7,6 +7,9 @@ parameters, sliding windows, heads, biases.
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from llama_cpp import Llama
 from safetensors.numpy import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -42,11 +46,10 @@ from convert_models import (
 )
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.targets import F32, PTQ1_0, TensorType, TypeChoice
+from ggml_tern.convert.targets import F32, PQ2_0, PTQ1_0, Q2_0, Q8_0, TQ2_0, Keep, TensorType, TypeChoice
 from ggml_tern.runtime import host
 from ggml_tern.runtime.run import find_program
-from llama_cpp import Llama
-from reference import in_llama, tool
+from reference import gguf_bytes, gguf_files, in_llama, tool
 
 check_hosts = tool("check_hosts")
 compare_logits = tool("compare_logits")
@@ -176,7 +179,13 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, dict[str, Any]]]] = 
         },
     ),
     "qwen3moe": (Qwen3MoeConfig, {"": QWEN3_MOE | {"norm_topk_prob": True}}),
-    "bitnet": (BitNetConfig, {"": {"tie_word_embeddings": True, "hidden_act": "silu"}}),
+    "bitnet": (
+        BitNetConfig,
+        {
+            "": {"tie_word_embeddings": True, "hidden_act": "silu"},
+            "squared ReLU": {"tie_word_embeddings": True, "hidden_act": "relu2"},
+        },
+    ),
     "qwen35": (
         Qwen3_5TextConfig,
         {
@@ -262,7 +271,10 @@ def transformers_dir(directory: Path, family: str, case: str = "", *, is_ternary
     return directory
 
 
-CASES = [(family, case) for family, (_, cases) in FAMILIES.items() for case in cases]
+# What llama.cpp's own graphs compute: squared ReLU takes the plug-in.
+CASES = [
+    (family, case) for family, (_, cases) in FAMILIES.items() for case in cases if case != "squared ReLU"
+]
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
@@ -278,25 +290,26 @@ def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path, family
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_ternary_model_is_served_as_it_is(tmp_path: Path, family: str) -> None:
+def assert_served_as_it_is(
+    directory: Path, output: Path, choice: TypeChoice, n_gpu_layers: Sequence[int] = (99,)
+) -> None:
     """Packed without loss, through the plug-in: the logits of transformers, but for the int8 activations,
     and its greedy text."""
-    directory = transformers_dir(tmp_path / "hf", family, is_ternary=True)
-    output = tmp_path / "out.gguf"
-    report = convert(directory, output, float_tables(family, "", PTQ1_0))
+    report = convert(directory, output, choice)
     packed = [stats for stats in report.stats if stats.groups]
     assert packed and all(stats.exact_groups == stats.groups for stats in packed)
 
     tokens = np.random.default_rng(1).integers(4, 400, 200).astype(np.int32)
     model = plain_model(directory)
     expected = plain_logits(model, tokens.tolist())
-    served = compare_logits.host_logits(output, tokens, compare_logits.Serving(kv_type=_core.TYPE_F32))
-    agreement = compare_logits.compare(expected, served)
+    for layers in n_gpu_layers:
+        serving = compare_logits.Serving(n_gpu_layers=layers, kv_type=_core.TYPE_F32)
+        agreement = compare_logits.compare(expected, compare_logits.host_logits(output, tokens, serving))
+        print(agreement)
+        assert agreement.mean_kl <= 1e-3
+        assert agreement.top1 >= 0.99
     without_blocks = compare_logits.compare(expected, logits_without_blocks(model, tokens.tolist()))
-    print(agreement, without_blocks)
-    assert agreement.mean_kl <= 1e-3
-    assert agreement.top1 >= 0.99
+    print(without_blocks)
     # The model is worth comparing: neither flat nor certain, and its blocks have their say.
     assert 0.3 < compare_logits.entropy(expected) < 5
     assert without_blocks.mean_kl > 0.05 and without_blocks.top1 < 0.95
@@ -305,7 +318,139 @@ def test_a_ternary_model_is_served_as_it_is(tmp_path: Path, family: str) -> None
     ids = compare_logits.host_tokens(output, prompt).tolist()
     for _ in range(24):
         ids.append(int(plain_logits(model, ids)[-1].argmax()))
-    assert in_llama.ask("greedy", str(output), prompt, 24, 99) == ids[-24:]
+    for layers in n_gpu_layers:
+        assert in_llama.ask("greedy", str(output), prompt, 24, layers) == ids[-24:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ternary_model_is_served_as_it_is(tmp_path: Path, family: str) -> None:
+    directory = transformers_dir(tmp_path / "hf", family, is_ternary=True)
+    assert_served_as_it_is(directory, tmp_path / "out.gguf", float_tables(family, "", PTQ1_0))
+
+
+# ---- squared ReLU, where llama.cpp's graph of BitNet has SiLU ----
+
+
+@pytest.fixture(scope="module")
+def squared_relu_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BitNet as released: ternary, with squared ReLU."""
+    return transformers_dir(
+        tmp_path_factory.mktemp("relu2") / "hf", "bitnet", "squared ReLU", is_ternary=True
+    )
+
+
+def bitnet_file(directory: Path, output: Path, gate: TensorType, activation: str = "relu2") -> Path:
+    """The BitNet in `directory`, with gates of a type, as if it had been trained with that activation."""
+    config = json.loads((directory / "config.json").read_text())
+    write_json(directory / "config.json", config | {"hidden_act": activation})
+    try:
+        choice = float_tables("bitnet", "squared ReLU", PQ2_0)
+        report = convert(directory, output, replace(choice, keep=(Keep("*ffn_gate*", gate),)))
+    finally:
+        write_json(directory / "config.json", config)
+    notes = [note for note in report.notes if "squared ReLU" in note]
+    assert len(notes) == (activation == "relu2" and gate not in (PQ2_0, PTQ1_0))
+    return output
+
+
+def run_bench(model: Path) -> tuple[int, list[str]]:
+    """The exit code of llama-bench with the plug-in, and what the plug-in said."""
+    done = subprocess.run(
+        [host.llama_cpp_dir() / "llama-bench", "-m", model, "-p", "4", "-n", "1", "-r", "1"],
+        env=host.host_environment(stock=False), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("ggml-tern: ")]
+
+
+@pytest.mark.parametrize("matrix", [PTQ1_0, PQ2_0], ids=lambda kind: kind.name)
+def test_squared_relu_is_served_as_it_is(tmp_path: Path, squared_relu_dir: Path, matrix: TensorType) -> None:
+    choice = float_tables("bitnet", "squared ReLU", matrix)
+    output = tmp_path / "out.gguf"
+    assert_served_as_it_is(squared_relu_dir, output, choice, n_gpu_layers=(0, 99))
+    assert run_bench(output) == (0, [])
+
+
+@pytest.mark.parametrize("n_gpu_layers", [0, 99])
+def test_squared_relu_and_silu_in_one_process(
+    tmp_path: Path, squared_relu_dir: Path, n_gpu_layers: int
+) -> None:
+    """The same weights with each: every model keeps the bits that it has alone."""
+    paths = [
+        str(bitnet_file(squared_relu_dir, tmp_path / f"{activation}.gguf", PTQ1_0, activation))
+        for activation in ("silu", "relu2")
+    ]
+    tokens = np.random.default_rng(3).integers(4, 400, 50).tolist()
+    alone = [in_llama.ask("digests", [path], tokens, n_gpu_layers)[0] for path in paths]
+    assert alone[0] != alone[1]
+    assert in_llama.ask("digests_in_turns", paths, tokens, n_gpu_layers) == alone
+    assert in_llama.ask("digests_in_turns", paths[::-1], tokens, n_gpu_layers) == alone[::-1]
+
+
+def test_squared_relu_in_a_split_file(tmp_path: Path, squared_relu_dir: Path) -> None:
+    """The later parts have no keys to tell it, as llama.cpp's own tool writes them."""
+    whole = bitnet_file(squared_relu_dir, tmp_path / "whole.gguf", PTQ1_0)
+    silu = bitnet_file(squared_relu_dir, tmp_path / "silu.gguf", PTQ1_0, "silu")
+    first = gguf_bytes.split_in_two(whole, tmp_path / "parts")
+    gates = {t["name"] for t in _core.read_gguf_header(str(first))["tensors"] if "ffn_gate" in t["name"]}
+    assert 0 < len(gates) < SIZES["num_hidden_layers"]
+    tokens = list(range(40, 80))
+    digests = in_llama.ask("digests", [str(path) for path in (whole, silu, first, silu)], tokens, 99)
+    assert digests[2] == digests[0] != digests[1] == digests[3]
+
+
+@pytest.mark.parametrize("gate", [TQ2_0, Q2_0, Q8_0], ids=lambda kind: kind.name)
+def test_a_gate_that_cannot_have_squared_relu(
+    tmp_path: Path, squared_relu_dir: Path, gate: TensorType
+) -> None:
+    """The converter says so, and so does the plug-in, once; the model runs, as it does without it."""
+    output = bitnet_file(squared_relu_dir, tmp_path / "out.gguf", gate)
+    code, lines = run_bench(output)
+    assert code == 0
+    assert len(lines) == 1
+    for part in (str(output), "squared ReLU", f"blk.0.ffn_gate.weight is {gate.name}", "--type ptq1_0"):
+        assert part in lines[0]
+    # The key goes with the file when it is converted again, and so does the note.
+    again = convert(output, tmp_path / "again.gguf", TypeChoice(gate, F32))
+    assert any("squared ReLU" in note for note in again.notes)
+    # With SiLU that is no matter.
+    assert run_bench(bitnet_file(squared_relu_dir, tmp_path / "silu.gguf", gate, "silu")) == (0, [])
+
+
+def test_an_activation_that_nobody_computes(tmp_path: Path, squared_relu_dir: Path) -> None:
+    output = bitnet_file(squared_relu_dir, tmp_path / "out.gguf", PQ2_0)
+    data = output.read_bytes()
+    assert data.count(b"relu2") == 1
+    output.write_bytes(data.replace(b"relu2", b"gel\nu"))
+    code, lines = run_bench(output)
+    assert code == 1
+    assert len(lines) == 1
+    for part in (str(output), "bitnet.hidden_activation", r"'gel\x0au'", "'silu' and 'relu2'"):
+        assert part in lines[0]
+
+
+def test_a_lora_of_a_gate_with_squared_relu(tmp_path: Path, squared_relu_dir: Path) -> None:
+    """llama.cpp would add it to what the plug-in hands out in the gate's place."""
+    models = {
+        activation: str(bitnet_file(squared_relu_dir, tmp_path / f"{activation}.gguf", PTQ1_0, activation))
+        for activation in ("silu", "relu2")
+    }
+    n_embd, n_ff = SIZES["hidden_size"], SIZES["intermediate_size"]
+    keys = {
+        "general.architecture": "bitnet",
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": 1.0,
+    }
+    adapters = {}
+    for matrix in ("ffn_gate", "ffn_up"):
+        factors = {"lora_a": np.ones((4, n_embd), np.float32), "lora_b": np.ones((n_ff, 4), np.float32)}
+        tensors = [
+            gguf_files.plain(f"blk.0.{matrix}.weight.{name}", 0, values) for name, values in factors.items()
+        ]
+        adapters[matrix] = str(gguf_files.write(tmp_path / f"{matrix}.gguf", keys, tensors))
+    outcomes = in_llama.ask("load_adapters", models["relu2"], list(adapters.values()))
+    assert outcomes == [False, True]
+    assert in_llama.ask("load_adapters", models["silu"], list(adapters.values())) == [True, True]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import pytest
 from click.testing import CliRunner
+from llama_cpp import Llama
 from tokenizers import AddedToken, normalizers, processors
 
-import llama_cpp
 from convert_models import (
     byte_level_tokenizer,
     character_tokenizer,
@@ -27,7 +28,6 @@ from ggml_tern import _core
 from ggml_tern.convert.cli import main
 from ggml_tern.convert.vocab import Vocab, read_vocab
 from ggml_tern.errors import TernError
-from llama_cpp import Llama
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|turn|>", "<|other|>", "<|third|>", "<|eom_id|>", "<|endoftext|>")
 CONTROL, NORMAL = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)

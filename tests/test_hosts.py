@@ -137,7 +137,7 @@ def test_statically_linked_host(compile_host: Compile) -> None:
     assert "static" in line and "shared" in line, line
 
 
-@pytest.mark.parametrize("slot", [37, 38])
+@pytest.mark.parametrize("slot", [31, 32, 37, 38])
 def test_type_slot_that_is_taken(slot: int) -> None:
     command: list[str | Path] = [sys.executable, "-c", LOAD_WITH_TAKEN_SLOT]
     found, lines = run(*command, llama_cpp_dir(), plugin_path(), str(slot))

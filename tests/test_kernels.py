@@ -99,6 +99,40 @@ def test_instruction_sets_agree(rng: np.random.Generator) -> None:
         assert_close(other, first)
 
 
+def relu2(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return np.square(np.maximum(x, np.float32(0)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_silu_of_squared_relu(rng: np.random.Generator, isa: str) -> None:
+    """silu(h) = relu(x)^2, to fp32 rounding, wherever the square is an ordinary fp32 number."""
+    x = np.concatenate([10.0 ** rng.uniform(-15, 15, 100_001), rng.uniform(0, 6, 100_001)]).astype(np.float32)
+    h = _core.squared_relu_for_silu(x[None], isa=isa)[0].astype(np.float64)
+    np.testing.assert_allclose(h / (1 + np.exp(-h)), relu2(x), rtol=5e-7, atol=0)
+    # As llama.cpp computes it: in fp32.
+    single = h.astype(np.float32)
+    np.testing.assert_allclose(single / (1 + np.exp(-single)), relu2(x), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_squared_relu_of_special_values(isa: str) -> None:
+    x = np.array([[-np.inf, -3e38, -1, -1e-30, -0.0, 0, 1e-30, 1e19, 1e20, np.inf]], np.float32)
+    expected = [0, 0, 0, 0, 0, 0, 0, np.float32(1e19) ** 2, np.inf, np.inf]
+    assert _core.squared_relu_for_silu(x, isa=isa)[0].tolist() == expected
+    nans = np.array([[0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF]], np.uint32).view(np.float32)
+    assert np.isnan(_core.squared_relu_for_silu(nans, isa=isa)).all()
+
+
+def test_bits_of_squared_relu_depend_on_the_value_alone(rng: np.random.Generator) -> None:
+    """Not on its place, its neighbours or the instruction set."""
+    x = rng.standard_normal((1, 1003)).astype(np.float32) * 3
+    whole = _core.squared_relu_for_silu(x, isa="generic")
+    for isa in ISAS:
+        for n in (1, 3, 8, 17):
+            parts = [_core.squared_relu_for_silu(x[:, i : i + n].copy(), isa=isa) for i in range(0, 1003, n)]
+            assert np.concatenate(parts, axis=1).tobytes() == whole.tobytes()
+
+
 @pytest.mark.parametrize("type_id", TYPES)
 def test_tiles_give_back_the_bytes(rng: np.random.Generator, type_id: int) -> None:
     for n_out in (1, 7, 8, 9, 63):

@@ -23,7 +23,7 @@ synthetic = tool("make_synthetic")
 
 # Small enough to load in a blink, and with every kind of tensor that the large one has.
 TINY = synthetic.Shape(width=256, ffn=768, layers=2, heads=4, kv_heads=2, head_dim=64, vocabulary=1024)
-SLOT_IDS = (37, 38)
+SLOT_IDS = (31, 32, 37, 38)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def hostile_headers(path: Path) -> Iterator[Mutation]:
         yield Mutation(f"offset {value}", number("offset", 1).at, struct.pack("<Q", value))
     for value in (5, 6, *u32_edges[1:]):
         yield Mutation(f"dimension count {value}", number("dimension count").at, struct.pack("<I", value))
-    for value in (*range(36, 45), 141, 143, 144, *u32_edges[1:]):
+    for value in (31, 32, *range(36, 45), 141, 143, 144, *u32_edges[1:]):
         yield Mutation(f"tensor type {value}", number("tensor type").at, struct.pack("<I", value))
     for value in (13, *u32_edges[1:]):
         yield Mutation(f"key type {value}", number("key type").at, struct.pack("<I", value))
@@ -183,7 +183,7 @@ def test_hostile_and_truncated_files_in_llama_bench(tiny: Path, tmp_path: Path) 
 
 
 def test_the_slots_that_the_plugin_uses_are_no_types_of_files(tiny: Path, tmp_path: Path) -> None:
-    """A file that says 37 or 38 in earnest is no file of ours, though inside the process these ids work."""
+    """A file that says 31 or 37 in earnest is no file of ours, though inside the process these ids work."""
     data = bytearray(tiny.read_bytes())
     for slot in SLOT_IDS:
         for field in gguf_bytes.fields(tiny):

@@ -12,9 +12,9 @@ built unmodified. Everything lies in the cache folder (``$TERN_CACHE_DIR``, defa
     whether it is done llama.cpp/VERSION/lock                 held while a build runs; a second one waits
     llama.cpp/VERSION/build.log            the whole output of the last configure and build
 
-CMake runs ``build_llama_cpp.py build --json`` at configure time (cmake/LlamaCpp.cmake); by hand it works the same
-way. An interrupted run leaves nothing half-done that a later one would trust: it goes on where the first one
-stopped.
+CMake runs ``build_llama_cpp.py build --json`` at configure time (cmake/LlamaCpp.cmake); by hand it works the
+same way. An interrupted run leaves nothing half-done that a later one would trust: it goes on where the
+first one stopped.
 
 Standard library only: it runs before anything is installed.
 """
@@ -475,7 +475,10 @@ def main() -> int:
         print(f"build_llama_cpp.py: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"build_llama_cpp.py: {error}: is there space, and may you write to {layout.cache}?", file=sys.stderr)
+        print(
+            f"build_llama_cpp.py: {error}: is there space, and may you write to {layout.cache}?",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("\nbuild_llama_cpp.py: interrupted; the next run goes on from here", file=sys.stderr)

@@ -46,12 +46,13 @@ struct WeightMatrix {
     const TernaryType & type;
     const uint8_t * data;
     size_t row_stride;  // of plain rows; 0 if the matrix lies in tiles
+    bool squared_relu;  // whether its products pass through squared ReLU
     int64_t n_in;
     int64_t n_out;
 
     WeightMatrix(const ggml_tensor * w, int64_t i2, int64_t i3)
-        : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), row_stride(0), n_in(w->ne[0]),
-          n_out(w->ne[1]) {
+        : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), row_stride(0),
+          squared_relu(has_squared_relu(w->type)), n_in(w->ne[0]), n_out(w->ne[1]) {
         if (is_tiled(w)) {
             data += static_cast<size_t>(i3 * w->ne[2] + i2) * tiled_bytes(type, n_in, n_out);
         } else {
@@ -87,16 +88,10 @@ int64_t tiles_per_unit(int64_t n_out, int n_threads) {
     return std::clamp<int64_t>(per_thread / 4, 4, 64);
 }
 
-void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
-                    const Columns & columns) {
+// Plain rows are put into a tile as they come.
+void multiply_plain_rows(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
+                         const Columns & columns) {
     const int group = tile_group(w.type);
-    const auto n_cols = static_cast<int64_t>(columns.in.size());
-    if (w.row_stride == 0) {
-        matmul(kernels(), w.data, group, w.n_out, tile_begin, tile_end, layout, columns.in.data(), n_cols,
-               columns.out.data());
-        return;
-    }
-    // Plain rows are put into a tile as they come.
     thread_local std::vector<uint8_t> tile;
     thread_local std::vector<float *> out;
     tile.resize(tile_bytes(w.n_in, group));
@@ -108,7 +103,25 @@ void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end
         for (float * result : columns.out) {
             out.push_back(result + row);
         }
-        matmul(kernels(), tile.data(), group, n_rows, 0, 1, layout, columns.in.data(), n_cols, out.data());
+        matmul(kernels(), tile.data(), group, n_rows, 0, 1, layout, columns.in.data(),
+               static_cast<int64_t>(columns.in.size()), out.data());
+    }
+}
+
+void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
+                    const Columns & columns) {
+    if (w.row_stride == 0) {
+        matmul(kernels(), w.data, tile_group(w.type), w.n_out, tile_begin, tile_end, layout, columns.in.data(),
+               static_cast<int64_t>(columns.in.size()), columns.out.data());
+    } else {
+        multiply_plain_rows(w, tile_begin, tile_end, layout, columns);
+    }
+    if (w.squared_relu) {
+        const int64_t begin = tile_begin * TILE_ROWS;
+        const int64_t end = std::min(tile_end * TILE_ROWS, w.n_out);
+        for (float * result : columns.out) {
+            kernels().squared_relu_for_silu(result + begin, end - begin);
+        }
     }
 }
 

@@ -373,6 +373,16 @@ py::list available_isas() {
     return names;
 }
 
+py::array_t<float> squared_relu_for_silu(const py::array & x, const std::optional<std::string> & isa) {
+    require_dtype(x, "x", 'f', 4, "float32");
+    require_matrix(x, "x");
+    const Kernels & table = kernels_by_name(isa);
+    py::array_t<float> y(std::vector<py::ssize_t>{x.shape(0), x.shape(1)});
+    std::memcpy(y.mutable_data(), x.data(), static_cast<size_t>(x.nbytes()));
+    table.squared_relu_for_silu(y.mutable_data(), y.size());
+    return y;
+}
+
 Bytes tiles_roundtrip(uint32_t type_id, const py::array & data) {
     const TernaryType & type = require_type(type_id);
     const int64_t n_in = require_packed(type, data, "data");
@@ -571,6 +581,9 @@ The scale of a block that is all zero is no value: it takes that of its neighbou
           py::arg("n_threads") = 0, R"(
 Multiply as the plug-in does. data: uint8 [n_out, row_bytes]. x: float32 [n_cols, n_in], quantized to int8 per group of 128.
 isa: one of available_isas(), None for the plug-in's choice. Returns float32 [n_cols, n_out].)");
+    m.def("squared_relu_for_silu", &squared_relu_for_silu, py::arg("x"), py::arg("isa") = py::none(), R"(
+What the plug-in makes of the products with the gate of a BitNet that has squared ReLU where llama.cpp's graph has SiLU:
+h with silu(h) = relu(x)^2. x: float32 [n_cols, n_out]. isa: as for matmul. Returns float32 [n_cols, n_out].)");
     m.def("available_isas", &available_isas,
           "Kernel tables that this processor can run, best first: 'avx2', 'generic'.");
     m.def("tiles_roundtrip", &tiles_roundtrip, py::arg("type"), py::arg("data"),

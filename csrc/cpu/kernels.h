@@ -43,6 +43,9 @@ struct Kernels {
     // One tile times n_cols columns: outputs[c][0..8) = rows of the tile. n_cols: 1 to MAX_COLUMNS.
     void (*tile_times_columns)(const uint8_t * tile, int group, const ColumnLayout & layout,
                                const uint8_t * const * columns, int n_cols, float (*outputs)[TILE_ROWS]);
+
+    // values[i] = silu^-1(relu(values[i])^2): see squared_relu.h.
+    void (*squared_relu_for_silu)(float * values, int64_t n);
 };
 
 // Columns that the kernels take at a time.

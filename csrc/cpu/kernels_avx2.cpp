@@ -6,6 +6,7 @@
 #include "kernel_tables.h"
 
 #include "../format/float16.h"
+#include "squared_relu.h"
 
 #include <immintrin.h>
 
@@ -141,7 +142,7 @@ void tile_times_column(const uint8_t * tile, const ColumnLayout & layout, const 
 
 template <int GROUP, int COLS>
 void tile_times_some(const uint8_t * tile, const ColumnLayout & layout, const uint8_t * const * columns,
-                 float (*outputs)[TILE_ROWS]) {
+                     float (*outputs)[TILE_ROWS]) {
     const __m256i two_bits = _mm256_set1_epi8(3);
     const __m256i ones = _mm256_set1_epi16(1);
     const uint8_t * codes = tile;
@@ -206,6 +207,6 @@ void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & la
 
 }  // namespace
 
-const Kernels KERNELS_AVX2 = {"avx2", quantize, tile_times_columns};
+const Kernels KERNELS_AVX2 = {"avx2", quantize, tile_times_columns, squared_relu_for_silu};
 
 }  // namespace tern

@@ -2,6 +2,7 @@
 #include "kernel_tables.h"
 
 #include "../format/float16.h"
+#include "squared_relu.h"
 
 #include <algorithm>
 #include <cmath>
@@ -74,6 +75,6 @@ void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & la
 
 }  // namespace
 
-const Kernels KERNELS_GENERIC = {"generic", quantize, tile_times_columns};
+const Kernels KERNELS_GENERIC = {"generic", quantize, tile_times_columns, squared_relu_for_silu};
 
 }  // namespace tern

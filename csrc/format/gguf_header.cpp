@@ -66,20 +66,6 @@ const TensorTypeInfo TENSOR_TYPES[] = {
     {TYPE_PTQ1_0, "PTQ1_0", 128, 28},
 };
 
-// A name for a message: whatever bytes a file puts there, one line of plain ASCII comes out.
-std::string quoted(std::string_view name) {
-    std::string text = "'";
-    for (const char c : name.substr(0, 80)) {
-        if (c >= ' ' && c <= '~') {
-            text += c;
-        } else {
-            const char * digits = "0123456789abcdef";
-            text += {'\\', 'x', digits[static_cast<unsigned char>(c) >> 4], digits[c & 15]};
-        }
-    }
-    return text + "'";
-}
-
 // A cursor that never reads past the end.
 class Reader {
   public:
@@ -188,6 +174,19 @@ GgufTensor read_tensor(Reader & in) {
 }
 
 }  // namespace
+
+std::string quoted(std::string_view name) {
+    std::string text = "'";
+    for (const char c : name.substr(0, 80)) {
+        if (c >= ' ' && c <= '~') {
+            text += c;
+        } else {
+            const char * digits = "0123456789abcdef";
+            text += {'\\', 'x', digits[static_cast<unsigned char>(c) >> 4], digits[c & 15]};
+        }
+    }
+    return text + "'";
+}
 
 size_t gguf_value_size(GgufValueType type) {
     switch (type) {

@@ -20,6 +20,9 @@ class FormatError : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// A name for a message: whatever bytes a file puts there, one line of plain ASCII comes out.
+std::string quoted(std::string_view name);
+
 enum class GgufValueType : uint32_t {
     UINT8 = 0,
     INT8 = 1,

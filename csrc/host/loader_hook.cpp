@@ -2,6 +2,7 @@
 #include "loader_hook.h"
 
 #include "../format/gguf_header.h"
+#include "bitnet_gates.h"
 #include "host_api.h"
 #include "type_slots.h"
 
@@ -12,6 +13,7 @@
 #include <elf.h>
 #include <link.h>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <sys/mman.h>
 #include <system_error>
@@ -54,10 +56,25 @@ void write_all(int fd, const char * data, size_t size, off_t offset) {
     }
 }
 
+void report(const char * name, const std::string & what) {
+    std::fprintf(stderr, "ggml-tern: %s: %s\n", name, what.c_str());
+}
+
+// Says a thing about a file once, however often its header is read.
+void report_once(const char * name, const std::string & what) {
+    static std::mutex mutex;
+    static std::set<std::string> said;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (said.insert(name + what).second) {
+        report(name, what);
+    }
+}
+
 // The GGUF that begins at `start` in `file`, with its type ids translated: a sparse file in memory, as long as the
 // original, that holds the header alone (with_data: everything). nullptr when no id needs translation.
 // Throws FormatError for a file that carries our types and is broken, std::runtime_error when the system refuses.
-FILE * translated_copy(std::string_view file, size_t start, bool with_data) {
+// name: of the file, for a message.
+FILE * translated_copy(const char * name, std::string_view file, size_t start, bool with_data) {
     const std::string_view gguf = file.substr(start);
     GgufHeader header;
     try {
@@ -65,13 +82,23 @@ FILE * translated_copy(std::string_view file, size_t start, bool with_data) {
     } catch (const FormatError &) {
         return nullptr;  // the host's reader says what is wrong in its own words
     }
+    std::string obstacle;
+    const bool squared_relu = gates_have_squared_relu(header, obstacle);
+    if (!obstacle.empty()) {
+        report_once(name, "computes SiLU where the model was trained with squared ReLU, since " + obstacle +
+                              "; convert with --type ptq1_0 or pq2_0");
+    }
+    const auto slot_of = [&](const GgufTensor & tensor) {
+        return squared_relu && is_gate(tensor) ? squared_relu_slot_of_file_type(tensor.type)
+                                               : slot_of_file_type(tensor.type);
+    };
     bool ours = false;
     for (const GgufTensor & tensor : header.tensors) {
         if (is_our_slot(tensor.type)) {
-            throw FormatError("tensor '" + std::string(tensor.name) + "' has type " + std::to_string(tensor.type) +
+            throw FormatError("tensor " + quoted(tensor.name) + " has type " + std::to_string(tensor.type) +
                               ", which is retired and must not stand in a file");
         }
-        ours = ours || slot_of_file_type(tensor.type) != tensor.type;
+        ours = ours || slot_of(tensor) != tensor.type;
     }
     if (!ours) {
         return nullptr;
@@ -80,7 +107,7 @@ FILE * translated_copy(std::string_view file, size_t start, bool with_data) {
 
     std::string bytes(gguf.substr(0, header.data_offset));
     for (const GgufTensor & tensor : header.tensors) {
-        const uint32_t slot = slot_of_file_type(tensor.type);
+        const uint32_t slot = slot_of(tensor);
         std::memcpy(&bytes[tensor.type_position], &slot, sizeof(slot));
     }
     const int fd = memfd_create("ggml-tern", MFD_CLOEXEC);
@@ -107,19 +134,15 @@ FILE * translated_copy(std::string_view file, size_t start, bool with_data) {
     }
 }
 
-void report(const char * name, const std::exception & error) {
-    std::fprintf(stderr, "ggml-tern: %s: %s\n", name, error.what());
-}
-
 gguf_context * hooked_init_from_file(const char * path, gguf_init_params params) {
     FILE * copy = nullptr;
     try {
         const MappedFile file{std::string(path)};
-        copy = translated_copy(file.bytes(), 0, !params.no_alloc);
+        copy = translated_copy(path, file.bytes(), 0, !params.no_alloc);
     } catch (const std::system_error &) {
         copy = nullptr;  // a file that cannot be opened or mapped: the host says so
     } catch (const std::exception & error) {
-        report(path, error);
+        report(path, error.what());
         return nullptr;
     }
     if (copy == nullptr) {
@@ -130,18 +153,21 @@ gguf_context * hooked_init_from_file(const char * path, gguf_init_params params)
     return context;
 }
 
+// What a message calls a file that came without its name.
+constexpr const char * OPEN_FILE = "(open file)";
+
 gguf_context * hooked_init_from_file_ptr(FILE * file, gguf_init_params params) {
     const off_t start = ftello(file);
     FILE * copy = nullptr;
     try {
         const MappedFile mapped(fileno(file));
         if (start >= 0 && static_cast<size_t>(start) <= mapped.bytes().size()) {
-            copy = translated_copy(mapped.bytes(), static_cast<size_t>(start), !params.no_alloc);
+            copy = translated_copy(OPEN_FILE, mapped.bytes(), static_cast<size_t>(start), !params.no_alloc);
         }
     } catch (const std::system_error &) {
         copy = nullptr;
     } catch (const std::exception & error) {
-        report("(open file)", error);
+        report(OPEN_FILE, error.what());
         return nullptr;
     }
     if (copy == nullptr) {

@@ -21,16 +21,28 @@ struct Slot {
     uint32_t file_type;
     const char * name;
     ggml_to_float_t to_float;
+    bool squared_relu = false;
 };
 
 const Slot SLOTS[] = {
     {SLOT_PQ2_0, TYPE_PQ2_0, "pq2_0", to_float<TYPE_PQ2_0>},
     {SLOT_PTQ1_0, TYPE_PTQ1_0, "ptq1_0", to_float<TYPE_PTQ1_0>},
     {SLOT_Q2_0, TYPE_Q2_0, "q2_0", to_float<TYPE_Q2_0>},
+    {SLOT_PQ2_0_RELU2, TYPE_PQ2_0, "pq2_0_relu2", to_float<TYPE_PQ2_0>, true},
+    {SLOT_PTQ1_0_RELU2, TYPE_PTQ1_0, "ptq1_0_relu2", to_float<TYPE_PTQ1_0>, true},
 };
 
 bool is_used(const Slot & slot) {
     return slot.file_type != TYPE_Q2_0 || !host().knows_q2_0;
+}
+
+const Slot * find_slot(uint32_t slot) {
+    for (const Slot & s : SLOTS) {
+        if (s.slot == slot && is_used(s)) {
+            return &s;
+        }
+    }
+    return nullptr;
 }
 
 bool fill_slot(const Slot & slot, std::string & error) {
@@ -77,29 +89,34 @@ bool fill_type_slots(std::string & error) {
 
 uint32_t slot_of_file_type(uint32_t file_type) {
     for (const Slot & slot : SLOTS) {
-        if (slot.file_type == file_type && is_used(slot)) {
+        if (slot.file_type == file_type && !slot.squared_relu && is_used(slot)) {
             return slot.slot;
         }
     }
     return file_type;
 }
 
-bool is_our_slot(uint32_t type) {
+uint32_t squared_relu_slot_of_file_type(uint32_t file_type) {
     for (const Slot & slot : SLOTS) {
-        if (slot.slot == type && is_used(slot)) {
-            return true;
+        if (slot.file_type == file_type && slot.squared_relu) {
+            return slot.slot;
         }
     }
-    return false;
+    return 0;
+}
+
+bool is_our_slot(uint32_t type) {
+    return find_slot(type) != nullptr;
 }
 
 const TernaryType * ternary_type_of(ggml_type type) {
-    for (const Slot & slot : SLOTS) {
-        if (slot.slot == static_cast<uint32_t>(type) && is_used(slot)) {
-            return ternary_type(slot.file_type);
-        }
-    }
-    return ternary_type(static_cast<uint32_t>(type));
+    const Slot * slot = find_slot(static_cast<uint32_t>(type));
+    return ternary_type(slot != nullptr ? slot->file_type : static_cast<uint32_t>(type));
+}
+
+bool has_squared_relu(ggml_type type) {
+    const Slot * slot = find_slot(static_cast<uint32_t>(type));
+    return slot != nullptr && slot->squared_relu;
 }
 
 }  // namespace tern

@@ -64,6 +64,35 @@ def fields(path: Path) -> list[Field]:
     return walk.found
 
 
+def split_in_two(path: Path, folder: Path) -> Path:
+    """Writes the tensors of a file to two, as llama-gguf-split does: the second has none of the keys. Returns
+    the first."""
+    data, start = path.read_bytes(), data_offset(path)
+    found = fields(path)
+    names = [f.at - 8 for f in found if f.kind == "tensor name"]
+    offsets = [f.at for f in found if f.kind == "offset"]
+    begins = [struct.unpack_from("<Q", data, at)[0] for at in offsets]
+    n_keys, n_tensors = struct.unpack_from("<Q", data, 16)[0], len(names)
+    folder.mkdir()
+    parts = [folder / f"part-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        first, last = number * (n_tensors // 2), n_tensors if number else n_tensors // 2
+        keys = b"" if number else data[24 : names[0]]
+        for key, kind, packed in (
+            (b"split.no", 2, struct.pack("<H", number)),
+            (b"split.count", 2, struct.pack("<H", 2)),
+            (b"split.tensors.count", 5, struct.pack("<i", n_tensors)),
+        ):
+            keys += struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + packed
+        table = b""
+        for i in range(first, last):
+            table += data[names[i] : offsets[i]] + struct.pack("<Q", begins[i] - begins[first])
+        header = data[:8] + struct.pack("<QQ", last - first, 3 if number else n_keys + 3) + keys + table
+        end = start + begins[last] if last < n_tensors else len(data)
+        part.write_bytes(header + bytes(-len(header) % 32) + data[start + begins[first] : end])
+    return parts[0]
+
+
 def data_offset(path: Path) -> int:
     """Where tensor data begins, for the usual alignment of 32."""
     last = fields(path)[-1]

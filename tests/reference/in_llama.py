@@ -165,6 +165,14 @@ def greedy(path: str, prompt: str, n_tokens: int, n_gpu_layers: int) -> list[int
     return found
 
 
+def load_adapters(path: str, adapters: list[str]) -> list[bool]:
+    """Whether each LoRA can be loaded for the model."""
+    import llama_cpp
+
+    llm = _llama(path, 99)
+    return [bool(llama_cpp.llama_adapter_lora_init(llm.model, adapter.encode())) for adapter in adapters]
+
+
 def abort_a_decode(path: str) -> list[int]:
     """What llama_decode returns with an abort callback that says stop, and then without it."""
     import llama_cpp

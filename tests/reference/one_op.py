@@ -23,6 +23,8 @@ Answer = TypeVar("Answer")
 F32_TYPE, I32_TYPE = 0, 26
 # Inside a process the plug-in's types live in two retired type ids; files keep 142 and 143.
 SLOTS = {142: 37, 143: 38}
+# ... and gate matrices whose products pass through squared ReLU in two more.
+SQUARED_RELU_SLOTS = {142: 31, 143: 32}
 IGPU, ACCEL = 2, 3
 USAGE_WEIGHTS = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec, find_architecture
+from ggml_tern.convert.architectures.bitnet import ACTIVATION_KEY, notes_on_squared_relu
 from ggml_tern.convert.checkpoint import Checkpoint
 from ggml_tern.convert.lora import Adapter
 from ggml_tern.convert.sources import Source, find_sources
@@ -56,6 +57,10 @@ class InputModel(ABC):
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
         """Write all keys but those that tell the types."""
 
+    @abstractmethod
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        """One line for each thing to know if the tensors have these ggml type ids, by their names."""
+
     @property
     def n_weights(self) -> int:
         return sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in self.specs)
@@ -83,6 +88,9 @@ class HuggingFaceModel(InputModel):
         self._architecture.add_metadata(writer)
         vocab.add_to(writer)
         self.notes += vocab.notes
+
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        return self._architecture.notes_for(types)
 
     def _add_general(self, writer: gguf.GGUFWriter) -> None:
         """The general.* keys: name, licence and so on from the model card and the directory; size."""
@@ -140,6 +148,10 @@ class GGUFModel(InputModel):
                 kind, element = _value_types(first, key)
                 plain: Any = value.tolist() if isinstance(value, np.ndarray) else value
                 writer.add_key_value(key, plain, kind, sub_type=element)
+
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        has_squared_relu = self._file.metadata.get(ACTIVATION_KEY) == "relu2"
+        return notes_on_squared_relu(types) if has_squared_relu else []
 
 
 def open_model(path: Path, adapters: Sequence[Adapter] = (), *, keep_mtp: bool = False) -> InputModel:

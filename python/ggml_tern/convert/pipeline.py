@@ -84,6 +84,7 @@ def convert(
         sources = model.sources[spec.name]
         stored = type_by_id(sources[0].type_id)
         targets.append(choose_target(spec, choice, stored, partial(is_ternary, spec, sources)))
+    model.notes += model.notes_for({target.spec.name: target.type.id for target in targets})
     report = Report(output, targets, notes=model.notes)
 
     n_threads = n_threads or len(os.sched_getaffinity(0))
@@ -95,7 +96,8 @@ def convert(
         start(sum(target.nbytes for target in targets))
         with ThreadPoolExecutor(n_threads, thread_name_prefix="quantize") as pool:
             for target in targets:
-                sources = model.sources[target.spec.name]
+                # Dropped when it is written, and with it the mapping of the file.
+                sources = model.sources.pop(target.spec.name)
                 pieces = encode(target, sources, pool, n_threads, lossless=choice.lossless)
                 try:
                     stats = file.write_tensor(target, pieces, advance)

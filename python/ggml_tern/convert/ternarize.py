@@ -25,7 +25,7 @@ from ggml_tern.convert.targets import GROUP_TYPES, PQ2_0, Target
 from ggml_tern.errors import TernError
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
-_PIECE = 1 << 17
+_PIECE = 1 << 19
 
 #: The relative error of rounding a normal number to fp16.
 _FP16_ROUNDING = 2.0**-11
@@ -109,6 +109,7 @@ def encode(
     the rows for what `lossless` refuses.
     """
     spec = target.spec
+    n_rows = spec.rows_per_source
     rows_per_piece = max(1, _PIECE // max(1, spec.shape[-1]))
     encoder = _encoder(target)
 
@@ -116,7 +117,11 @@ def encode(
         if source.packed is not None and source.type_id == target.type.id and not target.type.is_ternary:
             piece = _copy(source, start, stop)
         else:
-            piece = encoder(prepared_rows(spec, source, start, stop), source.where)
+            try:
+                piece = encoder(prepared_rows(spec, source, start, stop))
+            except ValueError as error:
+                check_finite(spec, source, start, stop)
+                raise TernError(f"{source.where}: cannot be stored as {target.type.name}: {error}") from None
         if lossless and not piece.stats.is_lossless:
             raise TernError(
                 f"{source.where}: rows {start} to {stop - 1} do not fit {target.type.name} without loss "
@@ -127,8 +132,8 @@ def encode(
 
     waiting: deque[Future[Piece]] = deque()
     for source in sources:
-        for start in range(0, spec.rows_per_source, rows_per_piece):
-            stop = min(start + rows_per_piece, spec.rows_per_source)
+        for start in range(0, n_rows, rows_per_piece):
+            stop = min(start + rows_per_piece, n_rows)
             waiting.append(pool.submit(work, source, start, stop))
             # Enough to keep the threads busy while a piece is written.
             if len(waiting) > 2 * n_threads:
@@ -139,16 +144,9 @@ def encode(
 
 def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> NDArray[Any]:
     """Some rows of one source of a tensor as the file has them before quantization: reordered, shifted, with
-    the function applied. float32, float16, or uint16 holding bfloat16 bits.
-
-    Raises TernError naming the element for a NaN and an infinity.
-    """
-    is_vector = len(spec.shape) == 1
-    column_order = spec.row_order if is_vector else spec.column_order
-    row_order = None if is_vector else spec.row_order
-    chosen = slice(start, stop) if row_order is None else row_order[start:stop]
-    rows = source.rows[chosen]
-    _check_finite(rows, chosen, source.where)
+    the function applied. float32, float16, or uint16 holding bfloat16 bits."""
+    rows = source.rows[_chosen_rows(spec, start, stop)]
+    column_order = spec.row_order if len(spec.shape) == 1 else spec.column_order
     if column_order is not None:
         rows = rows[:, column_order]
     if spec.shift:
@@ -158,23 +156,17 @@ def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> ND
     return rows
 
 
-def is_ternary(spec: TensorSpec, sources: Sequence[Source]) -> bool:
-    """Whether a tensor holds nothing but -a, 0 and a in every group of 128. Stops at the first that does
-    not."""
-    if spec.shape[-1] % PQ2_0.block:
-        return False
-    rows_per_piece = max(1, 8 * _PIECE // spec.shape[-1])
-    for source in sources:
-        for start in range(0, spec.rows_per_source, rows_per_piece):
-            stop = min(start + rows_per_piece, spec.rows_per_source)
-            rows = prepared_rows(spec, source, start, stop)
-            _, stats = _quantize(PQ2_0.id, rows, source.where, n_threads=0)
-            if stats.ternary_groups != stats.groups:
-                return False
-    return True
+def _chosen_rows(spec: TensorSpec, start: int, stop: int) -> slice | NDArray[np.intp]:
+    """Which rows of a source become the rows from start to stop."""
+    if spec.row_order is None or len(spec.shape) == 1:
+        return slice(start, stop)
+    return spec.row_order[start:stop]
 
 
-def _check_finite(rows: NDArray[Any], chosen: slice | NDArray[np.intp], where: str) -> None:
+def check_finite(spec: TensorSpec, source: Source, start: int, stop: int) -> None:
+    """Raise TernError naming the element for a NaN and an infinity among some rows of a source."""
+    chosen = _chosen_rows(spec, start, stop)
+    rows = source.rows[chosen]
     # In bfloat16, an exponent of all ones is an infinity or a NaN.
     exponent = np.uint16(0x7F80)
     bad = (rows & exponent) == exponent if rows.dtype == np.uint16 else ~np.isfinite(rows)
@@ -183,36 +175,52 @@ def _check_finite(rows: NDArray[Any], chosen: slice | NDArray[np.intp], where: s
         value = float(as_float32(rows[row, column : column + 1])[0])
         source_row = chosen.start + row if isinstance(chosen, slice) else int(chosen[row])
         raise TernError(
-            f"{where}: the element at row {source_row}, column {column} is {value}; "
+            f"{source.where}: the element at row {source_row}, column {column} is {value}; "
             "the checkpoint is damaged or diverged in training"
         )
 
 
-def _quantize(
-    type_id: int, rows: NDArray[Any], where: str, n_threads: int
-) -> tuple[NDArray[np.uint8], Stats]:
-    """Rows as blocks of a ternary type, uint8 [1, nbytes]."""
+def is_ternary(spec: TensorSpec, sources: Sequence[Source]) -> bool:
+    """Whether a tensor holds nothing but -a, 0 and a in every group of 128. Stops at the first that does
+    not."""
+    if spec.shape[-1] % PQ2_0.block:
+        return False
+    n_rows = spec.rows_per_source
+    rows_per_piece = max(1, _PIECE // spec.shape[-1])
+    for source in sources:
+        for start in range(0, n_rows, rows_per_piece):
+            rows = prepared_rows(spec, source, start, min(start + rows_per_piece, n_rows))
+            try:
+                _, stats = _quantize(PQ2_0.id, rows, n_threads=0)
+            except ValueError:
+                return False
+            if stats.ternary_groups != stats.groups:
+                return False
+    return True
+
+
+def _quantize(type_id: int, rows: NDArray[Any], n_threads: int) -> tuple[NDArray[np.uint8], Stats]:
+    """Rows as blocks of a ternary type, uint8 [1, nbytes]. Raises ValueError for values that are not finite
+    or too large."""
     # Blocks do not care about rows, and one long row is worked through fastest.
     flat = np.require(rows, requirements=["C", "A"]).reshape(1, -1)
-    try:
-        data, stats = _core.quantize(type_id, flat, n_threads=n_threads)
-    except ValueError as error:
-        raise TernError(f"{where}: cannot be stored as {_core.type_name(type_id)}: {error}") from None
+    data, stats = _core.quantize(type_id, flat, n_threads=n_threads)
     return data, Stats(**stats)
 
 
-def _encoder(target: Target) -> Callable[[NDArray[Any], str], Piece]:
-    """The function that encodes rows of finite values: float32, float16, or uint16 holding bfloat16 bits."""
+def _encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
+    """The function that encodes rows: float32, float16, or uint16 holding bfloat16 bits. It raises ValueError
+    for values that are not finite or that the type cannot hold."""
     type_id = target.type.id
     grouped = GROUP_TYPES[target.group].id if target.group else type_id
 
-    def ternary(rows: NDArray[Any], where: str) -> Piece:
-        data, stats = _quantize(grouped, rows, where, n_threads=1)
+    def ternary(rows: NDArray[Any]) -> Piece:
+        data, stats = _quantize(grouped, rows, n_threads=1)
         if grouped != type_id:
             data = _core.transcode(grouped, type_id, data, n_threads=1)
         return Piece(data.reshape(-1), stats)
 
-    def stock(rows: NDArray[Any], where: str) -> Piece:
+    def stock(rows: NDArray[Any]) -> Piece:
         values = as_float32(rows).reshape(1, -1)
         qtype = gguf.GGMLQuantizationType(type_id)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -220,9 +228,7 @@ def _encoder(target: Target) -> Callable[[NDArray[Any], str], Piece]:
             decoded = gguf.quants.dequantize(data, qtype)
             sum_sq_error = _sum_sq(values - decoded)
         if not np.isfinite(sum_sq_error):
-            raise TernError(
-                f"{where}: has values up to {np.abs(values).max():g}, too large for {target.type.name}"
-            )
+            raise ValueError(f"values up to {np.abs(values).max():g} are too large for it")
         return Piece(
             np.ascontiguousarray(data).view(np.uint8).reshape(-1),
             Stats(

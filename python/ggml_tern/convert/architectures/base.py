@@ -102,6 +102,14 @@ class Architecture(ABC):
     def tensors(self) -> Iterable[TensorSpec]:
         """Every tensor of the GGUF file, in file order."""
 
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        """One line for each thing that llama.cpp will do otherwise if the tensors have these types.
+
+        Args:
+            types: the ggml type id of every tensor of the GGUF file, by its name.
+        """
+        return []
+
     def set_mtp_blocks(self, count: int) -> None:
         """Set how many blocks of an MTP head follow the others."""
         self.n_mtp_blocks = count

@@ -2,18 +2,34 @@
 
 llama.cpp's graph of this architecture has SiLU where the released model has squared ReLU (its pull request
 25885), and no other graph has these norms. A file says which one it wants under the key that other
-architectures of llama.cpp read.
+architectures of llama.cpp read, and the plug-in turns the one into the other in the products with gates of
+its own types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import gguf
 
+from ggml_tern import _core
 from ggml_tern.convert.architectures.base import Role, TensorSpec
 from ggml_tern.convert.architectures.config import Config
 from ggml_tern.convert.architectures.decoder import Decoder
+
+#: The file's word on the activation of the gate, "silu" where it is missing.
+ACTIVATION_KEY = "bitnet.hidden_activation"
+
+
+def notes_on_squared_relu(types: Mapping[str, int]) -> list[str]:
+    """What to know of a file with squared ReLU whose tensors, by their names, have these types."""
+    gates = {type_id for name, type_id in types.items() if name.endswith(".ffn_gate.weight")}
+    if gates <= {_core.TYPE_PTQ1_0, _core.TYPE_PQ2_0}:
+        return []
+    return [
+        "llama.cpp computes SiLU where this model has squared ReLU, which spoils its answers; convert with "
+        "--type ptq1_0 or pq2_0, for which ggml-tern computes it"
+    ]
 
 
 class BitNet(Decoder):
@@ -29,16 +45,14 @@ class BitNet(Decoder):
         super().__init__(config)
         # llama.cpp's graph knows no head but the embedding.
         config.require("tie_word_embeddings", False, True)
-        if self.activation == "relu2":
-            self.notes.append(
-                "llama.cpp computes SiLU where this model has squared ReLU, which spoils its answers; "
-                "bitnet.hidden_activation in the file says relu2 to a host that can do better"
-            )
+
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        return notes_on_squared_relu(types) if self.activation == "relu2" else []
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
         super().add_metadata(writer)
         if self.activation != "silu":
-            writer.add_string(f"{writer.arch}.hidden_activation", self.activation)
+            writer.add_string(ACTIVATION_KEY, self.activation)
 
     def attention(self, prefix: str) -> Iterator[TensorSpec]:
         yield from super().attention(prefix)

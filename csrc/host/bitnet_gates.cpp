@@ -1,0 +1,98 @@
+// Reading the keys of a BitNet, and finding what stands between its gates and squared ReLU.
+#include "bitnet_gates.h"
+
+#include "type_slots.h"
+
+#include <atomic>
+#include <optional>
+
+namespace tern {
+
+namespace {
+
+constexpr const char * ACTIVATION_KEY = "bitnet.hidden_activation";
+
+// Whether a model with squared ReLU was ever loaded: LoRA adapters are read after their model.
+std::atomic<bool> g_any_squared_relu{false};
+
+// Whether the name is blk.N and `end`.
+bool is_in_block(std::string_view name, std::string_view end) {
+    const size_t dot = name.find_first_not_of("0123456789", 4);
+    return name.substr(0, 4) == "blk." && dot != std::string_view::npos && name.substr(dot) == end;
+}
+
+// The text of a key, or nothing where the key is missing or no string.
+std::optional<std::string_view> find_text(const GgufHeader & header, std::string_view key) {
+    const GgufValue * value = header.find(key);
+    if (value == nullptr || value->is_array || value->type != GgufValueType::STRING) {
+        return std::nullopt;
+    }
+    return value->bytes.substr(sizeof(uint64_t));
+}
+
+bool is_later_part(const GgufHeader & header) {
+    const GgufValue * number = header.find("split.no");
+    return number != nullptr && number->bytes.find_first_not_of('\0') != std::string_view::npos;
+}
+
+bool wants_squared_relu(const GgufHeader & header) {
+    if (find_text(header, "general.architecture") != "bitnet" || header.find(ACTIVATION_KEY) == nullptr) {
+        return false;
+    }
+    const auto activation = find_text(header, ACTIVATION_KEY);
+    if (activation != "silu" && activation != "relu2") {
+        throw FormatError(std::string("key '") + ACTIVATION_KEY + "' is " +
+                          (activation ? quoted(*activation) : "no string") +
+                          "; 'silu' and 'relu2' are all that can be computed");
+    }
+    return activation == "relu2";
+}
+
+// What keeps the gates from squared ReLU, or nothing.
+std::string find_obstacle(const GgufHeader & header) {
+    for (const GgufTensor & tensor : header.tensors) {
+        if (is_gate(tensor) && squared_relu_slot_of_file_type(tensor.type) == 0) {
+            const TensorTypeInfo * type = tensor_type_info(tensor.type);
+            return std::string(tensor.name) + " is " + (type != nullptr ? type->name : "of another type");
+        }
+        if (is_in_block(tensor.name, ".ffn_gate.scale")) {
+            return std::string(tensor.name) + " is applied to the product";
+        }
+    }
+    return "";
+}
+
+void refuse_adapter_of_gates(const GgufHeader & header) {
+    if (!g_any_squared_relu || find_text(header, "general.type") != "adapter" ||
+        find_text(header, "general.architecture") != "bitnet") {
+        return;
+    }
+    for (const GgufTensor & tensor : header.tensors) {
+        if (tensor.name.find(".ffn_gate.weight.lora_") != std::string_view::npos) {
+            throw FormatError("this LoRA changes ffn_gate, which a BitNet with squared ReLU cannot take at run time; "
+                              "merge it with ternconv --lora");
+        }
+    }
+}
+
+}  // namespace
+
+bool is_gate(const GgufTensor & tensor) {
+    return is_in_block(tensor.name, ".ffn_gate.weight");
+}
+
+bool gates_have_squared_relu(const GgufHeader & header, std::string & obstacle) {
+    thread_local bool wanted = false;
+    if (!is_later_part(header)) {
+        wanted = wants_squared_relu(header);
+    }
+    if (!wanted) {
+        refuse_adapter_of_gates(header);
+        return false;
+    }
+    obstacle = find_obstacle(header);
+    g_any_squared_relu = g_any_squared_relu || obstacle.empty();
+    return obstacle.empty();
+}
+
+}  // namespace tern
