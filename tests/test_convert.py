@@ -353,7 +353,9 @@ def test_values_too_large_for_the_type(tmp_path: Path) -> None:
     tensors = random_tensors(llama_config())
     tensors["model.embed_tokens.weight"][3, 3] = 1e6
     write_weights(model, tensors)
-    assert "cannot be stored as F16: values up to" in refusal(model, tmp_path / "out.gguf", TypeChoice(PTQ1_0, F16))
+    assert "cannot be stored as F16: values up to" in refusal(
+        model, tmp_path / "out.gguf", TypeChoice(PTQ1_0, F16)
+    )
 
 
 def test_broken_model_card(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Convert one checkpoint with ternconv and with llama.cpp's own converter, and compare time, memory, result.
 
     python tools/bench_convert.py                    # a table, and docs/benchmarks/DATE-convert.md
-    python tools/bench_convert.py --layers 64        # a larger model
+    python tools/bench_convert.py --layers 28        # a smaller model
 
 The checkpoint is a Qwen3 with ternary weights in BF16 (tools/make_synthetic.py's, with the tokenizer of
 SmolLM2), written once into the cache. Both converters make TQ1_0 of it, with the embedding in F16, in turn.
@@ -219,7 +219,7 @@ def table(converters: list[Converter]) -> str:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--layers", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--layers", type=click.IntRange(1), default=112, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option(
     "--out",

@@ -8,11 +8,15 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from ggml_tern.errors import TernError
+
+#: Bytes that are written before the disk is told to write them.
+_SYNC = 1 << 25
 
 
 def check_output(path: Path, inputs: Sequence[Path], force: bool) -> None:
@@ -87,6 +91,47 @@ class AtomicFile:
                         f"{(free + _size(self.temporary)) / 1e6:.1f} MB are free in {self.path.parent}"
                     ) from None
             raise TernError(f"{self.path}: cannot be written: {error.strerror or error}") from None
+
+
+class EarlySync:
+    """Has the disk write while more is being made, so that the sync at the end has little left to do."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._running: Future[None] | None = None
+        self._waiting = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+    def wrote(self, nbytes: int) -> None:
+        """Told of every write. Raises OSError for one that the disk did not take."""
+        self._waiting += nbytes
+        if self._waiting < _SYNC or (self._running is not None and not self._running.done()):
+            return
+        if self._running is not None:
+            self._running.result()
+        self._file.flush()
+        self._running = self._pool.submit(os.fdatasync, self._file.fileno())
+        self._waiting = 0
+
+    def finish(self) -> None:
+        """Wait for the disk. Raises OSError for a write that it did not take."""
+        self._pool.shutdown()
+        # An error that a sync has seen is not told to the next one.
+        if self._running is not None:
+            self._running.result()
+
+    def abandon(self) -> None:
+        """Wait, before the file is closed, whatever became of the writes."""
+        self._pool.shutdown()
 
 
 def _size(path: Path) -> int:

@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 
 from ggml_tern import _core
-from ggml_tern.atomic_file import AtomicFile
+from ggml_tern.atomic_file import AtomicFile, EarlySync
 from ggml_tern.convert.targets import Target
 from ggml_tern.convert.ternarize import Piece, Stats
 
@@ -34,11 +34,14 @@ class OutputFile(AtomicFile):
         self.metadata = gguf.GGUFWriter(None, arch)
         self._targets: list[Target] = []
         self._file: IO[bytes] | None = None
+        self._early: EarlySync | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
+            if self._early is not None:
+                self._early.abandon()
             with contextlib.suppress(OSError):
                 self.metadata.close()
         super().__exit__(kind, error, trace)
@@ -64,16 +67,18 @@ class OutputFile(AtomicFile):
             self.metadata.write_ti_data_to_file()
             assert self.metadata.fout is not None
             self._file = self.metadata.fout[0]
+            self._early = EarlySync(self._file)
             self._pad()
 
     def write_tensor(self, target: Target, pieces: Iterator[Piece], progress: Callable[[int], None]) -> Stats:
         """Append one tensor's pieces; `progress` is told the number of bytes as they are written."""
-        assert self._file is not None
+        assert self._file is not None and self._early is not None
         total = Stats()
         written = 0
         for piece in pieces:
             with self.explain():
                 self._file.write(piece.data.data)
+                self._early.wrote(piece.data.nbytes)
             written += piece.data.nbytes
             total.add(piece.stats)
             progress(piece.data.nbytes)
@@ -85,8 +90,9 @@ class OutputFile(AtomicFile):
 
     def commit(self) -> int:
         """Sync, check and rename the file; return its size in bytes."""
-        assert self._file is not None
+        assert self._file is not None and self._early is not None
         with self.explain():
+            self._early.finish()
             self.metadata.close()
             self._verify()
         return self.publish()

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern import _core
-from ggml_tern.atomic_file import AtomicFile, check_output
+from ggml_tern.atomic_file import AtomicFile, EarlySync, check_output
 from ggml_tern.convert.targets import FILE_TYPES
 from ggml_tern.errors import TernError
 from ggml_tern.gguf_files import i2_s
@@ -30,9 +29,6 @@ TARGETS = {_core.type_name(type_id).lower(): type_id for type_id in _core.TERNAR
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
 _PIECE = 1 << 20
-
-#: Bytes that are written before the disk is told to write them.
-_SYNC = 1 << 25
 
 
 @dataclass
@@ -97,7 +93,7 @@ def repack(
             out.explain(),
             out.temporary.open("xb") as file,
             ThreadPoolExecutor(n_threads, thread_name_prefix="repack") as pool,
-            _EarlySync(file) as early,
+            EarlySync(file) as early,
         ):
             file.write(header)
             for tensor in source.tensors.values():
@@ -109,36 +105,6 @@ def repack(
         _verify(out.temporary, report, sizes)
         report.size = out.publish()
     return report
-
-
-class _EarlySync:
-    """Has the disk write while pieces are still made, so that the sync at the end has little left to do."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self._running: Future[None] | None = None
-        self._waiting = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._pool.shutdown()
-        # An error that a sync has seen is not told to the next one.
-        if kind is None and self._running is not None:
-            self._running.result()
-
-    def wrote(self, nbytes: int) -> None:
-        """Told of every write. Raises OSError for one that the disk did not take."""
-        self._waiting += nbytes
-        if self._waiting < _SYNC or (self._running is not None and not self._running.done()):
-            return
-        if self._running is not None:
-            self._running.result()
-        self._file.flush()
-        self._running = self._pool.submit(os.fdatasync, self._file.fileno())
-        self._waiting = 0
 
 
 def _fitting(tensor: GGUFTensor, target: int) -> int:
