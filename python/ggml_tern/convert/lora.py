@@ -186,14 +186,7 @@ def _require_plain(config: Config, values: dict[str, Any]) -> None:
     """Refuse what W + s B A does not say."""
     if values.get("peft_type") != "LORA":
         raise config.error(f"peft_type is {values.get('peft_type')!r}; ternconv merges LORA adapters")
-    for key in (
-        "use_dora",
-        "fan_in_fan_out",
-        "lora_bias",
-        "modules_to_save",
-        "layer_replication",
-        "use_qalora",
-    ):
+    for key in _NOT_PLAIN:
         if values.get(key):
             raise config.error(
                 f"{key} is {values[key]!r}, which ternconv does not merge; merge the adapter with PEFT's "
