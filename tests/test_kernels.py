@@ -133,6 +133,24 @@ def test_bits_of_squared_relu_depend_on_the_value_alone(rng: np.random.Generator
             assert np.concatenate(parts, axis=1).tobytes() == whole.tobytes()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_q2_0_with_scales_in_pairs_is_pq2_0(rng: np.random.Generator, isa: str) -> None:
+    """Groups of 128 written as Q2_0: the same bits as of PQ2_0. A scale without its like is no pair."""
+    pq2_0, q2_0 = _core.TYPE_PQ2_0, _core.TYPE_Q2_0
+    for n_out, n_groups in ((1, 1), (9, 5), (40, 3)):
+        data = random_matrix(rng, pq2_0, n_out, 128 * n_groups)
+        paired = _core.transcode(pq2_0, q2_0, data)
+        x = rng.standard_normal((7, 128 * n_groups)).astype(np.float32)
+        product = _core.matmul(q2_0, paired, x, isa=isa)
+        assert product.tobytes() == _core.matmul(pq2_0, data, x, isa=isa).tobytes()
+        assert _core.tiles_roundtrip(q2_0, paired).tobytes() == paired.tobytes()
+        for block in (0, 2 * n_groups - 1):
+            odd = paired.copy()
+            odd[-1, 18 * block] ^= 1
+            assert_close(_core.matmul(q2_0, odd, x, isa=isa), ref.matmul(ref.Q2_0, odd, x))
+            assert _core.tiles_roundtrip(q2_0, odd).tobytes() == odd.tobytes()
+
+
 @pytest.mark.parametrize("type_id", TYPES)
 def test_tiles_give_back_the_bytes(rng: np.random.Generator, type_id: int) -> None:
     for n_out in (1, 7, 8, 9, 63):

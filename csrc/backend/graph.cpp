@@ -45,16 +45,19 @@ struct Multiplication {
 struct WeightMatrix {
     const TernaryType & type;
     const uint8_t * data;
+    int group;          // of the tiles
     size_t row_stride;  // of plain rows; 0 if the matrix lies in tiles
     bool squared_relu;  // whether its products pass through squared ReLU
     int64_t n_in;
     int64_t n_out;
 
     WeightMatrix(const ggml_tensor * w, int64_t i2, int64_t i3)
-        : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), row_stride(0),
-          squared_relu(has_squared_relu(w->type)), n_in(w->ne[0]), n_out(w->ne[1]) {
+        : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), group(tile_group(type)),
+          row_stride(0), squared_relu(has_squared_relu(w->type)), n_in(w->ne[0]), n_out(w->ne[1]) {
         if (is_tiled(w)) {
-            data += static_cast<size_t>(i3 * w->ne[2] + i2) * tiled_bytes(type, n_in, n_out);
+            const uint8_t * matrix = data + static_cast<size_t>(i3 * w->ne[2] + i2) * tiled_bytes(type, n_in, n_out);
+            group = group_of_tiles(type, matrix);
+            data = first_tile(matrix);
         } else {
             data += i2 * w->nb[2] + i3 * w->nb[3];
             row_stride = w->nb[1];
@@ -91,19 +94,18 @@ int64_t tiles_per_unit(int64_t n_out, int n_threads) {
 // Plain rows are put into a tile as they come.
 void multiply_plain_rows(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
                          const Columns & columns) {
-    const int group = tile_group(w.type);
     thread_local std::vector<uint8_t> tile;
     thread_local std::vector<float *> out;
-    tile.resize(tile_bytes(w.n_in, group));
+    tile.resize(tile_bytes(w.n_in, w.group));
     for (int64_t t = tile_begin; t < tile_end; t++) {
         const int64_t row = t * TILE_ROWS;
         const auto n_rows = static_cast<int>(std::min<int64_t>(TILE_ROWS, w.n_out - row));
-        pack_tile(w.type, w.data + row * w.row_stride, w.row_stride, n_rows, w.n_in, tile.data());
+        pack_tile(w.type, w.group, w.data + row * w.row_stride, w.row_stride, n_rows, w.n_in, tile.data());
         out.clear();
         for (float * result : columns.out) {
             out.push_back(result + row);
         }
-        matmul(kernels(), tile.data(), group, n_rows, 0, 1, layout, columns.in.data(),
+        matmul(kernels(), tile.data(), w.group, n_rows, 0, 1, layout, columns.in.data(),
                static_cast<int64_t>(columns.in.size()), out.data());
     }
 }
@@ -111,7 +113,7 @@ void multiply_plain_rows(const WeightMatrix & w, int64_t tile_begin, int64_t til
 void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
                     const Columns & columns) {
     if (w.row_stride == 0) {
-        matmul(kernels(), w.data, tile_group(w.type), w.n_out, tile_begin, tile_end, layout, columns.in.data(),
+        matmul(kernels(), w.data, w.group, w.n_out, tile_begin, tile_end, layout, columns.in.data(),
                static_cast<int64_t>(columns.in.size()), columns.out.data());
     } else {
         multiply_plain_rows(w, tile_begin, tile_end, layout, columns);
@@ -263,8 +265,8 @@ void get_rows(ggml_tensor * dst, int ith, int nth, void *) {
         } else if (matrix.row_stride != 0) {
             dequantize_row(type, matrix.data + row * matrix.row_stride, matrix.n_in, out);
         } else {
-            const uint8_t * tile = matrix.data + row / TILE_ROWS * tile_bytes(matrix.n_in, tile_group(type));
-            dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), matrix.n_in, tile_group(type), out);
+            const uint8_t * tile = matrix.data + row / TILE_ROWS * tile_bytes(matrix.n_in, matrix.group);
+            dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), matrix.n_in, matrix.group, out);
         }
     }
 }

@@ -346,8 +346,9 @@ py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, cons
 
     const py::gil_scoped_release unlocked;
     const ColumnLayout layout(n_in);
-    std::vector<uint8_t> tiles(tiled_bytes(type, n_in, n_out));
-    pack_tiles(type, w, n_in, n_out, tiles.data());
+    std::vector<uint8_t> matrix(tiled_bytes(type, n_in, n_out));
+    pack_tiles(type, w, n_in, n_out, matrix.data());
+    const int group = group_of_tiles(type, matrix.data());
     std::vector<uint8_t> quantized(layout.bytes * n_cols);
     std::vector<const uint8_t *> columns(n_cols);
     std::vector<float *> outputs(n_cols);
@@ -357,7 +358,7 @@ py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, cons
         table.quantize(layout, values + c * n_in, 0, layout.n_groups, quantized.data() + c * layout.bytes);
     }
     parallel(tile_count(n_out), n_threads, [&](int64_t begin, int64_t end) {
-        matmul(table, tiles.data(), tile_group(type), n_out, begin, end, layout, columns.data(), n_cols,
+        matmul(table, first_tile(matrix.data()), group, n_out, begin, end, layout, columns.data(), n_cols,
                outputs.data());
     });
     return y;

@@ -17,11 +17,25 @@ uint32_t load_u32(const uint8_t * p) {
     return v;
 }
 
+// Whether the matrix is Q2_0 and every block of even number has the scale of the next.
+bool has_paired_scales(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out) {
+    if (type.id != TYPE_Q2_0 || n_in % 128 != 0) {
+        return false;
+    }
+    const uint8_t * const end = data + static_cast<size_t>(n_out) * type.row_bytes(n_in);
+    for (; data < end; data += 2 * type.block_bytes) {
+        // A block begins with its scale.
+        if (std::memcmp(data, data + type.block_bytes, sizeof(uint16_t)) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
-void pack_tile(const TernaryType & type, const uint8_t * rows, size_t row_stride, int n_rows, int64_t n_in,
+void pack_tile(const TernaryType & type, int group, const uint8_t * rows, size_t row_stride, int n_rows, int64_t n_in,
                uint8_t * tile) {
-    const int group = tile_group(type);
     uint8_t * scales = tile + tile_code_bytes(n_in);
     std::memset(tile, 0, tile_bytes(n_in, group));
 
@@ -73,24 +87,32 @@ void dequantize_tile_row(const uint8_t * tile, int row, int64_t n_in, int group,
 }
 
 size_t tiled_bytes(const TernaryType & type, int64_t n_in, int64_t n_out) {
-    return static_cast<size_t>(tile_count(n_out)) * tile_bytes(n_in, tile_group(type));
+    return TILES_HEADER + static_cast<size_t>(tile_count(n_out)) * tile_bytes(n_in, tile_group(type));
 }
 
-void pack_tiles(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out, uint8_t * tiles) {
+int group_of_tiles(const TernaryType & type, const uint8_t * matrix) {
+    return *matrix != 0 ? 128 : tile_group(type);
+}
+
+void pack_tiles(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out, uint8_t * matrix) {
     const size_t row_bytes = type.row_bytes(n_in);
+    std::memset(matrix, 0, TILES_HEADER);
+    *matrix = has_paired_scales(type, data, n_in, n_out) ? 1 : 0;
+    const int group = group_of_tiles(type, matrix);
+    uint8_t * tile = matrix + TILES_HEADER;
     for (int64_t row = 0; row < n_out; row += TILE_ROWS) {
         const int n_rows = static_cast<int>(std::min<int64_t>(TILE_ROWS, n_out - row));
-        pack_tile(type, data + row * row_bytes, row_bytes, n_rows, n_in, tiles);
-        tiles += tile_bytes(n_in, tile_group(type));
+        pack_tile(type, group, data + row * row_bytes, row_bytes, n_rows, n_in, tile);
+        tile += tile_bytes(n_in, group);
     }
 }
 
-void unpack_tiles(const TernaryType & type, const uint8_t * tiles, int64_t n_in, int64_t n_out, uint8_t * data) {
-    const int group = tile_group(type);
+void unpack_tiles(const TernaryType & type, const uint8_t * matrix, int64_t n_in, int64_t n_out, uint8_t * data) {
+    const int group = group_of_tiles(type, matrix);
     std::vector<uint8_t> codes(n_in);
     std::vector<uint16_t> scales(n_in / group);
     for (int64_t row = 0; row < n_out; row++) {
-        const uint8_t * tile = tiles + row / TILE_ROWS * tile_bytes(n_in, group);
+        const uint8_t * tile = first_tile(matrix) + row / TILE_ROWS * tile_bytes(n_in, group);
         unpack_tile_row(tile, static_cast<int>(row % TILE_ROWS), n_in, group, codes.data(), scales.data());
         for (int64_t b = 0; b < n_in / type.block; b++) {
             type.pack_block(codes.data() + b * type.block, scales[b * type.block / group], data);
