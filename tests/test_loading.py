@@ -197,6 +197,22 @@ def test_the_slots_that_the_plugin_uses_are_no_types_of_files(tiny: Path, tmp_pa
         assert in_llama.ask("load", [str(bad)])[0].startswith("ValueError")
 
 
+def test_rotated_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
+    """Without its rotation such a model talks fluent nonsense."""
+    key, value = b"prism.hadamard.version", b"1".rjust(22)
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(value)) + value
+    assert len(entry) == 64, "keeps the data aligned"
+    data = bytearray(tiny.read_bytes())
+    struct.pack_into("<Q", data, 16, struct.unpack_from("<Q", data, 16)[0] + 1)
+    rotated = tmp_path / "rotated.gguf"
+    rotated.write_bytes(data[:24] + entry + data[24:])
+    done = llama_bench(rotated)
+    assert done.returncode == 1
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("ggml-tern: "))
+    assert str(rotated) in line and "Hadamard-rotated (prism.hadamard.*)" in line
+    assert in_llama.ask("load", [str(rotated)])[0].startswith("ValueError")
+
+
 def test_flipped_bits_never_crash(tiny: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     """Any single flipped bit of the header: refused, or loaded (a reserved bit, a letter of a name).
 

@@ -70,6 +70,9 @@ void report_once(const char * name, const std::string & what) {
     }
 }
 
+// A file whose weights are rotated carries this key.
+constexpr const char * ROTATION_KEY = "prism.hadamard.version";
+
 // The GGUF that begins at `start` in `file`, with its type ids translated: a sparse file in memory, as long as the
 // original, that holds the header alone (with_data: everything). nullptr when no id needs translation.
 // Throws FormatError for a file that carries our types and is broken, std::runtime_error when the system refuses.
@@ -81,6 +84,11 @@ FILE * translated_copy(const char * name, std::string_view file, size_t start, b
         header = parse_gguf_header(gguf, gguf.size());
     } catch (const FormatError &) {
         return nullptr;  // the host's reader says what is wrong in its own words
+    }
+    if (header.find(ROTATION_KEY) != nullptr) {
+        throw FormatError(
+            "its weights are Hadamard-rotated (prism.hadamard.*), which this version cannot undo; without "
+            "that it would talk nonsense");
     }
     std::string obstacle;
     const bool squared_relu = gates_have_squared_relu(header, obstacle);
