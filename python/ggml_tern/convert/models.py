@@ -21,7 +21,15 @@ from ggml_tern.convert.lora import Adapter
 from ggml_tern.convert.sources import Source, find_sources
 from ggml_tern.convert.vocab import read_vocab
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, GGUFSource, GGUFTensor, Part
+from ggml_tern.gguf_files.reader import (
+    LEGACY_NOTE,
+    SPLIT_COUNT,
+    SPLIT_NO,
+    SPLIT_TENSORS,
+    GGUFSource,
+    GGUFTensor,
+    Part,
+)
 
 #: What llama.cpp wants or is worth keeping in full precision, although it has several dimensions: routers,
 #: convolutions, and the small projections of state-space layers.
@@ -122,7 +130,7 @@ class GGUFModel(InputModel):
         self.tied = "output.weight" not in self._file.tensors
         self.notes = []
         if self._file.is_legacy:
-            self.notes.append("read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0")
+            self.notes.append(LEGACY_NOTE)
         self.specs, self.sources = [], {}
         for tensor in self._file.tensors.values():
             self.specs.append(TensorSpec(tensor.name, tensor.shape, _role(tensor), (tensor.name,)))

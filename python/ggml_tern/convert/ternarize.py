@@ -7,10 +7,10 @@ quantize in parallel and hand on in order, so that memory stays at a few pieces 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gguf
@@ -23,6 +23,7 @@ from ggml_tern.convert.decoding import as_float32
 from ggml_tern.convert.sources import Source
 from ggml_tern.convert.targets import GROUP_TYPES, PQ2_0, Target
 from ggml_tern.errors import TernError
+from ggml_tern.ordered import in_order
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
 _PIECE = 1 << 19
@@ -130,16 +131,15 @@ def encode(
             )
         return piece
 
-    waiting: deque[Future[Piece]] = deque()
-    for source in sources:
-        for start in range(0, n_rows, rows_per_piece):
-            stop = min(start + rows_per_piece, n_rows)
-            waiting.append(pool.submit(work, source, start, stop))
-            # Enough to keep the threads busy while a piece is written.
-            if len(waiting) > 2 * n_threads:
-                yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    return in_order(
+        pool,
+        n_threads,
+        (
+            partial(work, source, start, min(start + rows_per_piece, n_rows))
+            for source in sources
+            for start in range(0, n_rows, rows_per_piece)
+        ),
+    )
 
 
 def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> NDArray[Any]:

@@ -20,6 +20,9 @@ from ggml_tern.gguf_files import i2_s
 
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 
+#: What to tell of a file for which `GGUFSource.is_legacy` is true.
+LEGACY_NOTE = "read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0"
+
 #: Types whose values are handed out as they are stored. BF16 has no numpy dtype: its bits come as uint16.
 _PLAIN: dict[int, np.dtype[Any]] = {
     _core.TYPE_F32: np.dtype("<f4"),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,16 @@ from ggml_tern.atomic_file import AtomicFile, EarlySync, check_output
 from ggml_tern.convert.targets import FILE_TYPES
 from ggml_tern.errors import TernError
 from ggml_tern.gguf_files import i2_s
-from ggml_tern.gguf_files.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, GGUFSource, GGUFTensor, Part
+from ggml_tern.gguf_files.reader import (
+    LEGACY_NOTE,
+    SPLIT_COUNT,
+    SPLIT_NO,
+    SPLIT_TENSORS,
+    GGUFSource,
+    GGUFTensor,
+    Part,
+)
+from ggml_tern.ordered import in_order
 
 #: The types that can be written, by the names of an option.
 TARGETS = {_core.type_name(type_id).lower(): type_id for type_id in _core.TERNARY_TYPES}
@@ -117,7 +127,7 @@ def _fitting(tensor: GGUFTensor, target: int) -> int:
 def _notes(report: Report, target: int) -> list[str]:
     notes: list[str] = []
     if report.source.is_legacy:
-        notes.append("read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0")
+        notes.append(LEGACY_NOTE)
     if len(report.source.parts) > 1:
         notes.append(f"joined the {len(report.source.parts)} parts of the model")
     widths = Counter(
@@ -157,10 +167,10 @@ def _header(report: Report, sizes: Sequence[int], alignment: int) -> bytes:
 def _key_bytes(part: Part, name: str, report: Report) -> bytes:
     begin, end = part.header["key_extents"][name]
     raw = part.data[begin:end].tobytes()
-    file_type = _file_type(report)
     # Value type u32, then the value; another type is none that llama.cpp reads.
-    if name == "general.file_type" and file_type is not None and raw[-8:-4] == struct.pack("<I", 4):
-        return raw[:-4] + struct.pack("<I", file_type)
+    if name == "general.file_type" and raw[-8:-4] == struct.pack("<I", 4):
+        file_type = _file_type(report)
+        return raw if file_type is None else raw[:-4] + struct.pack("<I", file_type)
     return raw
 
 
@@ -211,14 +221,14 @@ def _pieces(
             yield tensor.data[begin : begin + _PIECE]
         return
     rows = max(1, _PIECE // tensor.n_in)
-    waiting: deque[Future[NDArray[np.uint8]]] = deque()
-    for begin in range(0, tensor.n_rows, rows):
-        waiting.append(pool.submit(transcoded, tensor, slice(begin, begin + rows), target))
-        # Enough to keep the threads busy while a piece is written.
-        if len(waiting) > 2 * n_threads:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    yield from in_order(
+        pool,
+        n_threads,
+        (
+            partial(transcoded, tensor, slice(begin, begin + rows), target)
+            for begin in range(0, tensor.n_rows, rows)
+        ),
+    )
 
 
 def transcoded(tensor: GGUFTensor, rows: slice, target: int) -> NDArray[np.uint8]:
