@@ -106,7 +106,7 @@ class Keep:
     type: TensorType
 
     def matches(self, spec: TensorSpec) -> bool:
-        names = {spec.name, kind_name(spec)}
+        names = {spec.name, kind_name(spec.name)}
         for source in spec.sources:
             module = source.removesuffix(".weight")
             names |= {source, module, module.rpartition(".")[2]}
@@ -157,9 +157,9 @@ class Target:
         return int(np.prod(outer, dtype=np.int64)) * self.type.row_bytes(n_in)
 
 
-def kind_name(spec: TensorSpec) -> str:
+def kind_name(name: str) -> str:
     """A tensor's name without block and ending: `ffn_down`, `token_embd`, ..."""
-    return re.sub(r"^blk\.\d+\.", "", spec.name).removesuffix(".weight")
+    return re.sub(r"^blk\.\d+\.", "", name).removesuffix(".weight")
 
 
 def choose_target(
@@ -211,7 +211,7 @@ def check_choice(choice: TypeChoice, specs: list[TensorSpec]) -> None:
     """Raise TernError for an option that has no effect, which is a misspelling more often than not."""
     for keep in choice.keep:
         if not any(keep.matches(spec) and spec.role is not Role.VECTOR for spec in specs):
-            kinds = sorted({kind_name(spec) for spec in specs if spec.role is not Role.VECTOR})
+            kinds = sorted({kind_name(spec.name) for spec in specs if spec.role is not Role.VECTOR})
             raise TernError(
                 f"--keep {keep.pattern}={keep.type.name.lower()}: names no matrix; there are "
                 f"{', '.join(kinds)}"

@@ -7,7 +7,6 @@ the same to people.
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ggml_tern import _core
+from ggml_tern.convert.targets import kind_name
 from ggml_tern.gguf_files.digest import canonical_blocks
 from ggml_tern.gguf_files.reader import GGUFSource, GGUFTensor, printable
 
@@ -251,7 +251,7 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _shown_rotation(rotation: dict[str, Any] | None) -> str:
     if rotation is None:
         return "none"
-    kinds = Counter(re.sub(r"^blk\.\d+\.", "", name).removesuffix(".weight") for name in rotation["weights"])
+    kinds = Counter(kind_name(name) for name in rotation["weights"])
     listed = ", ".join(f"{count} {printable(kind)}" for kind, count in kinds.items())
     inverse = "".join(f", inverse {printable(name)}" for name in rotation["inverse_weights"])
     return (
