@@ -115,7 +115,8 @@ def hostile_headers(path: Path) -> Iterator[Mutation]:
         yield Mutation(f"offset {value}", number("offset", 1).at, struct.pack("<Q", value))
     for value in (5, 6, *u32_edges[1:]):
         yield Mutation(f"dimension count {value}", number("dimension count").at, struct.pack("<I", value))
-    for value in (31, 32, *range(36, 45), 141, 143, 144, *u32_edges[1:]):
+    # 42 is not among them: these blocks under that id are a legacy file, and it is read as one.
+    for value in (31, 32, *range(36, 42), 43, 44, 141, 143, 144, *u32_edges[1:]):
         yield Mutation(f"tensor type {value}", number("tensor type").at, struct.pack("<I", value))
     for value in (13, *u32_edges[1:]):
         yield Mutation(f"key type {value}", number("key type").at, struct.pack("<I", value))
@@ -195,22 +196,6 @@ def test_the_slots_that_the_plugin_uses_are_no_types_of_files(tiny: Path, tmp_pa
         bad = tmp_path / f"{slot}.gguf"
         bad.write_bytes(data)
         assert in_llama.ask("load", [str(bad)])[0].startswith("ValueError")
-
-
-def test_rotated_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
-    """Without its rotation such a model talks fluent nonsense."""
-    key, value = b"prism.hadamard.version", b"1".rjust(22)
-    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(value)) + value
-    assert len(entry) == 64, "keeps the data aligned"
-    data = bytearray(tiny.read_bytes())
-    struct.pack_into("<Q", data, 16, struct.unpack_from("<Q", data, 16)[0] + 1)
-    rotated = tmp_path / "rotated.gguf"
-    rotated.write_bytes(data[:24] + entry + data[24:])
-    done = llama_bench(rotated)
-    assert done.returncode == 1
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("ggml-tern: "))
-    assert str(rotated) in line and "Hadamard-rotated (prism.hadamard.*)" in line
-    assert in_llama.ask("load", [str(rotated)])[0].startswith("ValueError")
 
 
 def test_flipped_bits_never_crash(tiny: Path, tmp_path: Path, rng: np.random.Generator) -> None:

@@ -4,6 +4,7 @@
 
 #include "../cpu/kernels.h"
 #include "../host/host_api.h"
+#include "../host/treatments.h"
 #include "../host/type_slots.h"
 
 #include <cstddef>
@@ -26,6 +27,9 @@ void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled);
 
 // Whether a ternary matrix is stored in tiles.
 bool is_tiled(const ggml_tensor * w);
+
+// What a ternary matrix, or a view of one, needs beside its product; nullptr for a special one that nothing is known about.
+const Treatment * treatment_of(const ggml_tensor * w);
 
 // ---- graph.cpp ----
 

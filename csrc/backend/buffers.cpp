@@ -157,9 +157,19 @@ std::vector<uint8_t> plain_bytes(TiledBuffer & context, const ggml_tensor * tens
     return plain;
 }
 
+const Treatment * look_up(const ggml_tensor * w, const uint8_t * plain) {
+    const Matrices m(w);
+    return find_treatment(w->name, m.type.id, w->ne,
+                          {reinterpret_cast<const char *>(plain), m.plain_bytes() * m.count});
+}
+
 void set_plain_bytes(TiledBuffer & context, ggml_tensor * tensor, const uint8_t * plain) {
     const Matrices m(tensor);
-    m.pack(plain, static_cast<uint8_t *>(tensor->data));
+    auto * tiles = static_cast<uint8_t *>(tensor->data);
+    m.pack(plain, tiles);
+    if (is_special(tensor->type)) {
+        header_of_tiles(tiles).note = look_up(tensor, plain);
+    }
     bool canonical = true;
     if (m.type.id == TYPE_PTQ1_0 || m.type.id == TYPE_TQ1_0) {
         for (int64_t row = 0; row < m.n_out * m.count && canonical; row++) {
@@ -301,6 +311,16 @@ ggml_backend_buffer_t plain_buffer_from_pointer(void * data, size_t size) {
 void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled) {
     plain_type().set_device(plain);
     tiled_type().set_device(tiled);
+}
+
+const Treatment * treatment_of(const ggml_tensor * w) {
+    static const Treatment none;
+    if (!is_special(w->type)) {
+        return &none;
+    }
+    const ggml_tensor * whole = w->view_src != nullptr ? w->view_src : w;
+    const auto * data = static_cast<const uint8_t *>(whole->data);
+    return is_tiled(whole) ? static_cast<const Treatment *>(header_of_tiles(data).note) : look_up(whole, data);
 }
 
 bool is_tiled(const ggml_tensor * w) {

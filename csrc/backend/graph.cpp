@@ -4,12 +4,14 @@
 //   the graph:       ... RMS_NORM  MUL  MUL_MAT(wq)              MUL_MAT(wk)     ROPE ...
 //   what is run:     ... RMS_NORM  MUL  quantize  multiply(wq)   multiply(wk)    ROPE ...
 //
-// The quantized columns of an activation serve all the matrices that it meets in a row. A replaced node is a copy of the
+// The quantized columns of an activation serve all the matrices that it meets in a row and that want it rotated alike. A
+// replaced node is a copy of the
 // original with another operation: its flags and its memory stay, and what consumes it still reads the original.
 #include "backend.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -19,13 +21,15 @@ namespace tern {
 
 namespace {
 
-// An activation and where its quantized columns lie: column (i1, i2, i3) has index (i3*ne[2] + i2)*ne[1] + i1.
+// An activation, how it is rotated, and where its quantized columns lie: column (i1, i2, i3) has index
+// (i3*ne[2] + i2)*ne[1] + i1.
 struct Activation {
     const ggml_tensor * x;
+    const Rotation * rotation;  // or nullptr
     ColumnLayout layout;
     uint8_t * columns = nullptr;
 
-    explicit Activation(const ggml_tensor * x) : x(x), layout(x->ne[0]) {}
+    Activation(const ggml_tensor * x, const Rotation * rotation) : x(x), rotation(rotation), layout(x->ne[0]) {}
 
     int64_t n_columns() const { return x->ne[1] * x->ne[2] * x->ne[3]; }
     size_t bytes() const { return static_cast<size_t>(n_columns()) * layout.bytes; }
@@ -36,9 +40,11 @@ struct Activation {
 struct Multiplication {
     const ggml_tensor * node;
     const Activation * activation;
+    bool squared_relu;  // whether the products pass through squared ReLU
     std::atomic<int64_t> next_unit{0};
 
-    Multiplication(const ggml_tensor * node, const Activation * activation) : node(node), activation(activation) {}
+    Multiplication(const ggml_tensor * node, const Activation * activation, bool squared_relu)
+        : node(node), activation(activation), squared_relu(squared_relu) {}
 };
 
 // One of the matrices that a weight tensor stacks in its third and fourth dimension.
@@ -47,13 +53,12 @@ struct WeightMatrix {
     const uint8_t * data;
     int group;          // of the tiles
     size_t row_stride;  // of plain rows; 0 if the matrix lies in tiles
-    bool squared_relu;  // whether its products pass through squared ReLU
     int64_t n_in;
     int64_t n_out;
 
     WeightMatrix(const ggml_tensor * w, int64_t i2, int64_t i3)
         : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), group(tile_group(type)),
-          row_stride(0), squared_relu(has_squared_relu(w->type)), n_in(w->ne[0]), n_out(w->ne[1]) {
+          row_stride(0), n_in(w->ne[0]), n_out(w->ne[1]) {
         if (is_tiled(w)) {
             const uint8_t * matrix = data + static_cast<size_t>(i3 * w->ne[2] + i2) * tiled_bytes(type, n_in, n_out);
             group = group_of_tiles(type, matrix);
@@ -110,15 +115,16 @@ void multiply_plain_rows(const WeightMatrix & w, int64_t tile_begin, int64_t til
     }
 }
 
-void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
+void multiply_tiles(const Multiplication & task, const WeightMatrix & w, int64_t tile_begin, int64_t tile_end,
                     const Columns & columns) {
+    const ColumnLayout & layout = task.activation->layout;
     if (w.row_stride == 0) {
         matmul(kernels(), w.data, w.group, w.n_out, tile_begin, tile_end, layout, columns.in.data(),
                static_cast<int64_t>(columns.in.size()), columns.out.data());
     } else {
         multiply_plain_rows(w, tile_begin, tile_end, layout, columns);
     }
-    if (w.squared_relu) {
+    if (task.squared_relu) {
         const int64_t begin = tile_begin * TILE_ROWS;
         const int64_t end = std::min(tile_end * TILE_ROWS, w.n_out);
         for (float * result : columns.out) {
@@ -129,23 +135,26 @@ void multiply_tiles(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end
 
 // ---- the functions of the custom operations: every thread calls them, ith of nth ----
 
-void quantize_activation(ggml_tensor *, int ith, int nth, void * data) {
+void prepare_activation(ggml_tensor *, int ith, int nth, void * data) {
     const Activation & activation = *static_cast<const Activation *>(data);
     const ggml_tensor * x = activation.x;
+    const int64_t unit = rotation_unit(activation.rotation);
     const int64_t n_groups = activation.layout.n_groups;
-    const int64_t total = activation.n_columns() * n_groups;
+    const int64_t n_units = n_groups / unit;  // a block divides the column
+    const int64_t total = activation.n_columns() * n_units;
     const int64_t end = total * (ith + 1) / nth;
-    for (int64_t g = total * ith / nth; g < end;) {
-        const int64_t column = g / n_groups;
-        const int64_t first = g % n_groups;
-        const int64_t last = std::min(n_groups, first + end - g);
+    for (int64_t u = total * ith / nth; u < end;) {
+        const int64_t column = u / n_units;
+        const int64_t first = u % n_units;
+        const int64_t last = std::min(n_units, first + end - u);
         const int64_t i1 = column % x->ne[1];
         const int64_t i2 = column / x->ne[1] % x->ne[2];
         const int64_t i3 = column / x->ne[1] / x->ne[2];
         const auto * values = reinterpret_cast<const float *>(static_cast<const char *>(x->data) + i1 * x->nb[1] +
                                                               i2 * x->nb[2] + i3 * x->nb[3]);
-        kernels().quantize(activation.layout, values, first, last, activation.column(column));
-        g += last - first;
+        prepare_column(kernels(), activation.rotation, activation.layout, values, first * unit, last * unit,
+                       activation.column(column));
+        u += last - first;
     }
 }
 
@@ -180,7 +189,7 @@ void multiply(ggml_tensor *, int ith, int nth, void * data) {
         // A weight matrix serves x->ne[2] / w->ne[2] slices (grouped heads).
         const WeightMatrix matrix(w, i2 / (x->ne[2] / w->ne[2]), i3 / (x->ne[3] / w->ne[3]));
         const int64_t first = unit % units_per_slice * per_unit;
-        multiply_tiles(matrix, first, std::min(first + per_unit, tiles), activation.layout, columns);
+        multiply_tiles(task, matrix, first, std::min(first + per_unit, tiles), columns);
     }
     (void)ith;
 }
@@ -240,13 +249,15 @@ void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
             }
         }
         const int64_t first = unit % units_per_expert * per_unit;
-        multiply_tiles(WeightMatrix(w, expert, 0), first, std::min(first + per_unit, tiles), activation.layout,
-                       columns);
+        multiply_tiles(task, WeightMatrix(w, expert, 0), first, std::min(first + per_unit, tiles), columns);
     }
     (void)ith;
 }
 
-void get_rows(ggml_tensor * dst, int ith, int nth, void *) {
+// data: the rotation of the matrix, or nullptr.
+void get_rows(ggml_tensor * dst, int ith, int nth, void * data) {
+    const auto * rotation = static_cast<const Rotation *>(data);
+    thread_local std::vector<float> rotated;
     const ggml_tensor * w = dst->src[0];
     const ggml_tensor * ids = dst->src[1];
     const TernaryType & type = *ternary_type_of(w->type);
@@ -259,7 +270,12 @@ void get_rows(ggml_tensor * dst, int ith, int nth, void *) {
         std::memcpy(&row, static_cast<const char *>(ids->data) + i0 * ids->nb[0] + i1 * ids->nb[1] + i2 * ids->nb[2],
                     sizeof(row));
         const WeightMatrix matrix(w, i1, i2);
-        float * out = result_row(dst, i0, i1, i2);
+        float * result = result_row(dst, i0, i1, i2);
+        float * out = result;
+        if (rotation != nullptr) {
+            rotated.resize(static_cast<size_t>(matrix.n_in));
+            out = rotated.data();
+        }
         if (row < 0 || row >= matrix.n_out) {
             std::memset(out, 0, static_cast<size_t>(matrix.n_in) * sizeof(float));
         } else if (matrix.row_stride != 0) {
@@ -267,6 +283,9 @@ void get_rows(ggml_tensor * dst, int ith, int nth, void *) {
         } else {
             const uint8_t * tile = matrix.data + row / TILE_ROWS * tile_bytes(matrix.n_in, matrix.group);
             dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), matrix.n_in, matrix.group, out);
+        }
+        if (rotation != nullptr) {
+            unrotate_row(kernels(), *rotation, out, result);
         }
     }
 }
@@ -347,7 +366,8 @@ struct GraphRunner::State {
         nodes.push_back(&custom);
     }
 
-    void build(const ggml_cgraph * graph) {
+    // False if a matrix needs a treatment and nobody knows which.
+    bool build(const ggml_cgraph * graph) {
         nodes.clear();
         replaced.clear();
         activations.clear();
@@ -358,25 +378,42 @@ struct GraphRunner::State {
             ggml_tensor * node = graph->nodes[i];
             if (!is_ternary_op(node) || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
                 nodes.push_back(node);
-            } else if (node->op == host().op_get_rows) {
-                add_custom(node, get_rows, nullptr);
+                forget_if_overwritten(current, node);
+                continue;
+            }
+            const Treatment * treatment = treatment_of(node->src[0]);
+            if (treatment == nullptr) {
+                std::fprintf(
+                    stderr,
+                    "ggml-tern: tensor %s is not as the model's file has it, so its rotation is not known; without "
+                    "it the model would talk nonsense\n",
+                    quoted(node->src[0]->name).c_str());
+                return false;
+            }
+            if (node->op == host().op_get_rows) {
+                add_custom(node, get_rows, const_cast<Rotation *>(treatment->rotation));
             } else {
                 const ggml_tensor * x = node->src[1];
-                if (current == nullptr || current->x != x) {
-                    current = &activations.emplace_back(x);
+                if (current == nullptr || current->x != x || current->rotation != treatment->rotation) {
+                    current = &activations.emplace_back(x, treatment->rotation);
                     needed = std::max(needed, current->bytes());
-                    add_custom(node, quantize_activation, current);
+                    add_custom(node, prepare_activation, current);
                 }
-                Multiplication & task = multiplications.emplace_back(node, current);
+                Multiplication & task = multiplications.emplace_back(node, current, treatment->squared_relu);
                 add_custom(node, node->op == host().op_mul_mat ? multiply : multiply_experts, &task);
             }
-            if (current != nullptr && !moves_no_data(node->op) && overlap(node, current->x)) {
-                current = nullptr;
-            }
+            forget_if_overwritten(current, node);
         }
         reserve_scratch(needed);
         for (Activation & activation : activations) {
             activation.columns = scratch;
+        }
+        return true;
+    }
+
+    static void forget_if_overwritten(Activation *& current, const ggml_tensor * node) {
+        if (current != nullptr && !moves_no_data(node->op) && overlap(node, current->x)) {
+            current = nullptr;
         }
     }
 };
@@ -387,7 +424,9 @@ GraphRunner::~GraphRunner() = default;
 ggml_status GraphRunner::compute(ggml_backend_t cpu, const ggml_cgraph * graph) {
     ggml_cgraph copy = *graph;
     try {
-        state_->build(graph);
+        if (!state_->build(graph)) {
+            return GGML_STATUS_FAILED;
+        }
     } catch (const std::bad_alloc &) {
         return GGML_STATUS_ALLOC_FAILED;
     }

@@ -5,6 +5,7 @@
 #include "../cpu/kernels.h"
 #include "../format/float16.h"
 #include "../format/gguf_header.h"
+#include "../format/hadamard.h"
 #include "../format/ternarize.h"
 #include "../format/ternary_types.h"
 
@@ -23,6 +24,8 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -327,7 +330,7 @@ const Kernels & kernels_by_name(const std::optional<std::string> & isa) {
 }
 
 py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, const py::array & x,
-                                  const std::optional<std::string> & isa, int n_threads) {
+                                  const std::optional<std::string> & isa, int n_threads, const Rotation * rotation) {
     const TernaryType & type = require_type(type_id);
     const int64_t n_in = require_packed(type, data, "data");
     require_dtype(x, "x", 'f', 4, "float32");
@@ -335,6 +338,10 @@ py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, cons
     if (x.shape(1) != n_in) {
         throw py::value_error("x has columns of " + std::to_string(x.shape(1)) +
                               " values, the matrix has n_in = " + std::to_string(n_in));
+    }
+    if (rotation != nullptr && rotation->n_in != n_in) {
+        throw py::value_error("rotation is of " + std::to_string(rotation->n_in) +
+                              " inputs, the matrix has n_in = " + std::to_string(n_in));
     }
     const Kernels & table = kernels_by_name(isa);
     const int64_t n_out = data.shape(0);
@@ -355,7 +362,8 @@ py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, cons
     for (int64_t c = 0; c < n_cols; c++) {
         columns[c] = quantized.data() + c * layout.bytes;
         outputs[c] = results + c * n_out;
-        table.quantize(layout, values + c * n_in, 0, layout.n_groups, quantized.data() + c * layout.bytes);
+        prepare_column(table, rotation, layout, values + c * n_in, 0, layout.n_groups,
+                       quantized.data() + c * layout.bytes);
     }
     parallel(tile_count(n_out), n_threads, [&](int64_t begin, int64_t end) {
         matmul(table, first_tile(matrix.data()), group, n_out, begin, end, layout, columns.data(), n_cols,
@@ -393,6 +401,86 @@ Bytes tiles_roundtrip(uint32_t type_id, const py::array & data) {
     Bytes out(std::vector<py::ssize_t>{n_out, data.shape(1)});
     unpack_tiles(type, tiles.data(), n_in, n_out, out.mutable_data());
     return out;
+}
+
+// ---- rotations ----
+
+Rotation make_rotation(int64_t n_in, int64_t block, const std::optional<py::array> & signs,
+                       const std::optional<std::pair<int64_t, int64_t>> & v_heads) {
+    Rotation rotation;
+    rotation.n_in = n_in;
+    rotation.block = block;
+    if (signs) {
+        require_dtype(*signs, "signs", 'i', 1, "int8");
+        if (signs->ndim() != 1 || signs->shape(0) != n_in) {
+            throw py::value_error("signs must have shape [" + std::to_string(n_in) + "]");
+        }
+        const py::array_t<int8_t, py::array::c_style> values(*signs);
+        for (int64_t i = 0; i < n_in; i++) {
+            if (values.at(i) != 1 && values.at(i) != -1) {
+                throw py::value_error("signs must be -1 or 1");
+            }
+            rotation.signs.push_back(values.at(i));
+        }
+    }
+    if (v_heads) {
+        std::tie(rotation.n_k, rotation.n_v) = *v_heads;
+        if (rotation.n_k == 0 || rotation.n_v == 0) {
+            throw py::value_error("v_heads must be positive");
+        }
+    }
+    rotation.check();  // FormatError is a ValueError in Python
+    return rotation;
+}
+
+py::object signs_of(const Rotation & rotation) {
+    if (rotation.signs.empty()) {
+        return py::none();
+    }
+    py::array_t<int8_t> signs(static_cast<py::ssize_t>(rotation.signs.size()));
+    std::transform(rotation.signs.begin(), rotation.signs.end(), signs.mutable_data(),
+                   [](float sign) { return static_cast<int8_t>(sign); });
+    return std::move(signs);
+}
+
+// Applies work(row in, row out) to every row of x.
+py::array_t<float> map_rows(const Rotation & rotation, const py::array & x, int n_threads,
+                            const std::function<void(const float *, float *)> & work) {
+    require_dtype(x, "x", 'f', 4, "float32");
+    require_matrix(x, "x");
+    if (x.shape(1) != rotation.n_in) {
+        throw py::value_error("x has rows of " + std::to_string(x.shape(1)) + " values, the rotation is of " +
+                              std::to_string(rotation.n_in));
+    }
+    const int64_t n_in = rotation.n_in;
+    py::array_t<float> y(std::vector<py::ssize_t>{x.shape(0), x.shape(1)});
+    const auto * in = static_cast<const float *>(x.data());
+    auto * out = y.mutable_data();
+    const int64_t n_rows = x.shape(0);
+    const py::gil_scoped_release unlocked;
+    parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            work(in + row * n_in, out + row * n_in);
+        }
+    });
+    return y;
+}
+
+py::array_t<float> rotate(const Rotation & rotation, const py::array & x, int n_threads) {
+    const float * signs = rotation.signs.empty() ? nullptr : rotation.signs.data();
+    return map_rows(rotation, x, n_threads, [&](const float * in, float * out) {
+        permute(rotation, in, 0, rotation.n_in, out);
+        for (int64_t i = 0; i < rotation.n_in; i += rotation.block) {
+            kernels().hadamard(out + i, signs != nullptr ? signs + i : nullptr, rotation.block);
+        }
+    });
+}
+
+py::array_t<float> unrotate(const Rotation & rotation, const py::array & z, int n_threads) {
+    return map_rows(rotation, z, n_threads, [&](const float * in, float * out) {
+        std::vector<float> row(in, in + rotation.n_in);
+        unrotate_row(kernels(), rotation, row.data(), out);
+    });
 }
 
 // ---- GGUF headers ----
@@ -466,13 +554,18 @@ py::object python_value(const GgufValue & value) {
     throw py::error_already_set();
 }
 
-py::dict read_gguf_header(const std::filesystem::path & path) {
-    std::optional<MappedFile> mapped;
+// Maps a file into `mapped`, or raises OSError.
+void map_file(const std::filesystem::path & path, std::optional<MappedFile> & mapped) {
     try {
         mapped.emplace(path.string());
     } catch (const std::system_error & error) {
         raise_os_error(error, path.string());
     }
+}
+
+py::dict read_gguf_header(const std::filesystem::path & path) {
+    std::optional<MappedFile> mapped;
+    map_file(path, mapped);
     const MappedFile & file = *mapped;
     GgufHeader header;
     bool legacy_q2_0;
@@ -515,6 +608,48 @@ py::dict read_gguf_header(const std::filesystem::path & path) {
     result["key_extents"] = key_extents;
     result["tensors"] = tensors;
     return result;
+}
+
+py::object read_hadamard(const std::filesystem::path & path) {
+    std::optional<MappedFile> mapped;
+    map_file(path, mapped);
+    const std::string_view bytes = mapped->bytes();
+    GgufHeader header;
+    std::optional<HadamardContract> contract;
+    {
+        const py::gil_scoped_release unlocked;
+        header = parse_gguf_header(bytes, bytes.size());
+        contract = read_hadamard_contract(header);
+    }
+    if (!contract) {
+        return py::none();
+    }
+    const auto names = [](const std::vector<std::string_view> & views) {
+        py::list list;
+        for (const std::string_view view : views) {
+            list.append(text(view));
+        }
+        return list;
+    };
+    py::dict signs;
+    for (const auto & [width, values] : contract->signs) {
+        signs[py::int_(width)] = py::array_t<int8_t>(static_cast<py::ssize_t>(values.size()), values.data());
+    }
+    py::dict rotations;
+    for (const auto & [name, rotation] : contract->rotations) {
+        rotations[text(name)] = rotation;
+    }
+    py::dict result;
+    result["version"] = contract->version;
+    result["block_size"] = contract->block_size;
+    result["sign_mode"] = contract->explicit_signs ? "explicit" : "identity";
+    result["signs"] = signs;
+    result["weight_names"] = names(contract->weight_names);
+    result["inverse_weight_names"] = names(contract->inverse_weight_names);
+    result["tied_output"] = contract->version == 2;
+    result["gdn_v_grouped"] = contract->gdn_v_grouped;
+    result["rotations"] = rotations;
+    return std::move(result);
 }
 
 const TensorTypeInfo & require_info(uint32_t id) {
@@ -579,9 +714,10 @@ ValueError where that is not possible: a target block that spans unequal scales,
 The scale of a block that is all zero is no value: it takes that of its neighbours where they are to share one.)");
 
     m.def("matmul", &matrix_product, py::arg("type"), py::arg("data"), py::arg("x"), py::arg("isa") = py::none(),
-          py::arg("n_threads") = 0, R"(
-Multiply as the plug-in does. data: uint8 [n_out, row_bytes]. x: float32 [n_cols, n_in], quantized to int8 per group of 128.
-isa: one of available_isas(), None for the plug-in's choice. Returns float32 [n_cols, n_out].)");
+          py::arg("n_threads") = 0, py::arg("rotation").none(true) = py::none(), R"(
+Multiply as the plug-in does. data: uint8 [n_out, row_bytes]. x: float32 [n_cols, n_in], rotated if a Rotation is given, and
+quantized to int8 per group of 128. isa: one of available_isas(), None for the plug-in's choice.
+Returns float32 [n_cols, n_out].)");
     m.def("squared_relu_for_silu", &squared_relu_for_silu, py::arg("x"), py::arg("isa") = py::none(), R"(
 What the plug-in makes of the products with the gate of a BitNet that has squared ReLU where llama.cpp's graph has SiLU:
 h with silu(h) = relu(x)^2. x: float32 [n_cols, n_out]. isa: as for matmul. Returns float32 [n_cols, n_out].)");
@@ -590,6 +726,37 @@ h with silu(h) = relu(x)^2. x: float32 [n_cols, n_out]. isa: as for matmul. Retu
     m.def("tiles_roundtrip", &tiles_roundtrip, py::arg("type"), py::arg("data"),
           "Pack rows, uint8 [n_rows, row_bytes], into the kernels' tiles and read them back, as the plug-in's buffers "
           "do.");
+
+    py::class_<Rotation>(m, "Rotation", R"(
+The rotation of one weight, y = W_stored . H(s * P(x)): P reorders value heads, s is a vector of signs, H the normalized
+Walsh-Hadamard transform of every block of inputs.)")
+        .def(py::init(&make_rotation), py::arg("n_in"), py::arg("block"), py::arg("signs") = py::none(),
+             py::arg("v_heads") = py::none(), R"(
+n_in: inputs. block: a power of two that divides n_in. signs: int8 [n_in] of -1 and 1, None where all are 1. v_heads: (nk, nv)
+where the nv value heads of nk key heads are to be taken from the order [head, nk, nv/nk], the leftmost fastest, to
+[head, nv/nk, nk]; None where P changes nothing. ValueError for what does not fit.)")
+        .def_readonly("n_in", &Rotation::n_in)
+        .def_readonly("block", &Rotation::block)
+        .def_property_readonly("signs", &signs_of, "int8 [n_in], or None where all are 1.")
+        .def_property_readonly(
+            "v_heads",
+            [](const Rotation & rotation) {
+                return rotation.n_v == 0 ? py::object(py::none())
+                                         : py::object(py::make_tuple(rotation.n_k, rotation.n_v));
+            },
+            "(nk, nv), or None.")
+        .def("rotate", &rotate, py::arg("x"), py::arg("n_threads") = 0, R"(
+H(s * P(x)) of every row of x, float32 [n_rows, n_in]: activations, or plain weights to be stored rotated. The same bits as
+in the kernels.)")
+        .def("unrotate", &unrotate, py::arg("z"), py::arg("n_threads") = 0, R"(
+P^-1(s * H(z)) of every row of z, float32 [n_rows, n_in]: the plain weights that stored ones stand for.)")
+        .def("__eq__", [](const Rotation & a, const Rotation & b) { return a == b; });
+    m.def("read_hadamard", &read_hadamard, py::arg("path"), R"(
+The contract of a GGUF file with Hadamard-rotated weights (keys prism.hadamard.*), or None for one without.
+
+Returns a dict: version, block_size, sign_mode ('identity' or 'explicit'), signs (width to int8 array), weight_names,
+inverse_weight_names, tied_output, gdn_v_grouped, and rotations, which has the Rotation of every rotated tensor by its name.
+FormatError (a ValueError) names the key that breaks the contract, OSError says why the file cannot be read.)");
 
     m.def("read_gguf_header", &read_gguf_header, py::arg("path"), R"(
 Read and check the header of a GGUF file.

@@ -65,6 +65,42 @@ const Kernels * const * available_kernels(int * count) {
     return found_kernels().data();
 }
 
+int64_t rotation_unit(const Rotation * rotation) {
+    return rotation == nullptr ? 1 : std::max<int64_t>(1, rotation->block / ACTIVATION_GROUP);
+}
+
+void prepare_column(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout, const float * x,
+                    int64_t group_begin, int64_t group_end, uint8_t * column) {
+    if (rotation == nullptr) {
+        kernels.quantize(layout, x, group_begin, group_end, column);
+        return;
+    }
+    thread_local std::vector<float> rotated;
+    rotated.resize(static_cast<size_t>(layout.n_in));
+    const float * signs = rotation->signs.empty() ? nullptr : rotation->signs.data();
+    // Block by block, so that what is rotated is still in the first-level cache when it is quantized.
+    const int64_t unit = rotation_unit(rotation);
+    for (int64_t group = group_begin; group < group_end; group += unit) {
+        const int64_t begin = group * ACTIVATION_GROUP;
+        const int64_t end = std::min((group + unit) * ACTIVATION_GROUP, layout.n_in);
+        permute(*rotation, x, begin, end - begin, rotated.data() + begin);
+        for (int64_t i = begin; i < end; i += rotation->block) {
+            kernels.hadamard(rotated.data() + i, signs != nullptr ? signs + i : nullptr, rotation->block);
+        }
+        kernels.quantize(layout, rotated.data(), group, std::min(group + unit, group_end), column);
+    }
+}
+
+void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * row, float * plain) {
+    for (int64_t i = 0; i < rotation.n_in; i += rotation.block) {
+        kernels.hadamard(row + i, nullptr, rotation.block);
+    }
+    for (size_t i = 0; i < rotation.signs.size(); i++) {
+        row[i] *= rotation.signs[i];
+    }
+    permute_back(rotation, row, plain);
+}
+
 void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
             int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
             float * const * outputs) {

@@ -10,6 +10,7 @@
 // One table of functions per instruction set; kernels() picks it when first called.
 #pragma once
 
+#include "../format/hadamard.h"
 #include "tiles.h"
 
 #include <cstddef>
@@ -40,6 +41,10 @@ struct Kernels {
     void (*quantize)(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
                      uint8_t * column);
 
+    // The normalized Walsh-Hadamard transform of x[0..block), in place; first x[i] *= signs[i] where signs are given.
+    // block: a power of two. The same bits from every instruction set.
+    void (*hadamard)(float * x, const float * signs, int64_t block);
+
     // One tile times n_cols columns: outputs[c][0..8) = rows of the tile. n_cols: 1 to MAX_COLUMNS.
     void (*tile_times_columns)(const uint8_t * tile, int group, const ColumnLayout & layout,
                                const uint8_t * const * columns, int n_cols, float (*outputs)[TILE_ROWS]);
@@ -57,6 +62,17 @@ const Kernels & kernels();
 
 // All tables that this processor can run, best first: entries [0, *count).
 const Kernels * const * available_kernels(int * count);
+
+// Quantizes the groups [group_begin, group_end) of the column x, rotated first if there is a rotation (else nullptr). The
+// groups are whole units of rotation_unit().
+void prepare_column(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout, const float * x,
+                    int64_t group_begin, int64_t group_end, uint8_t * column);
+
+// Groups that are rotated and quantized together: a block may span several of them.
+int64_t rotation_unit(const Rotation * rotation);
+
+// One row of rotated weights to the plain weights that it stands for; `row` is overwritten.
+void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * row, float * plain);
 
 // The rows of tiles [tile_begin, tile_end) of a matrix with n_out rows, times n_cols columns.
 // outputs[c] points at row 0 of column c.

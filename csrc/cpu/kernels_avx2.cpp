@@ -11,6 +11,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace tern {
@@ -66,6 +67,61 @@ void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin,
                                     _mm256_permutevar8x32_epi32(packed, order));
             }
             sums[half / ACTIVATION_SUM_GROUP] = sum_lanes(sum);
+        }
+    }
+}
+
+// The butterflies of neighbours at distance 1, 2 and 4, inside one register: each lane adds its partner to itself, the
+// upper one of a pair with its own sign turned.
+inline __m256 butterflies_inside(__m256 v) {
+    const __m256 upper1 = _mm256_setr_ps(0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f);
+    const __m256 upper2 = _mm256_setr_ps(0.0f, 0.0f, -0.0f, -0.0f, 0.0f, 0.0f, -0.0f, -0.0f);
+    const __m256 upper4 = _mm256_setr_ps(0.0f, 0.0f, 0.0f, 0.0f, -0.0f, -0.0f, -0.0f, -0.0f);
+    v = _mm256_add_ps(_mm256_permute_ps(v, _MM_SHUFFLE(2, 3, 0, 1)), _mm256_xor_ps(v, upper1));
+    v = _mm256_add_ps(_mm256_permute_ps(v, _MM_SHUFFLE(1, 0, 3, 2)), _mm256_xor_ps(v, upper2));
+    return _mm256_add_ps(_mm256_permute2f128_ps(v, v, 1), _mm256_xor_ps(v, upper4));
+}
+
+// Two stages at once, at the distances `half` and 2 * half, halve the loads and stores.
+void two_stages(float * x, int64_t block, int64_t half) {
+    for (int64_t begin = 0; begin < block; begin += 4 * half) {
+        for (int64_t i = begin; i < begin + half; i += 8) {
+            const __m256 a = _mm256_loadu_ps(x + i);
+            const __m256 b = _mm256_loadu_ps(x + i + half);
+            const __m256 c = _mm256_loadu_ps(x + i + 2 * half);
+            const __m256 d = _mm256_loadu_ps(x + i + 3 * half);
+            const __m256 ab = _mm256_add_ps(a, b);
+            const __m256 cd = _mm256_add_ps(c, d);
+            const __m256 a_b = _mm256_sub_ps(a, b);
+            const __m256 c_d = _mm256_sub_ps(c, d);
+            _mm256_storeu_ps(x + i, _mm256_add_ps(ab, cd));
+            _mm256_storeu_ps(x + i + half, _mm256_add_ps(a_b, c_d));
+            _mm256_storeu_ps(x + i + 2 * half, _mm256_sub_ps(ab, cd));
+            _mm256_storeu_ps(x + i + 3 * half, _mm256_sub_ps(a_b, c_d));
+        }
+    }
+}
+
+void hadamard(float * x, const float * signs, int64_t block) {
+    if (block < 8) {
+        KERNELS_GENERIC.hadamard(x, signs, block);
+        return;
+    }
+    const __m256 norm = _mm256_set1_ps(1.0f / std::sqrt(static_cast<float>(block)));
+    for (int64_t i = 0; i < block; i += 8) {
+        const __m256 factor = signs != nullptr ? _mm256_mul_ps(_mm256_loadu_ps(signs + i), norm) : norm;
+        _mm256_storeu_ps(x + i, butterflies_inside(_mm256_mul_ps(_mm256_loadu_ps(x + i), factor)));
+    }
+    int64_t half = 8;
+    for (; 2 * half < block; half *= 4) {
+        two_stages(x, block, half);
+    }
+    if (half < block) {
+        for (int64_t i = 0; i < half; i += 8) {
+            const __m256 a = _mm256_loadu_ps(x + i);
+            const __m256 b = _mm256_loadu_ps(x + i + half);
+            _mm256_storeu_ps(x + i, _mm256_add_ps(a, b));
+            _mm256_storeu_ps(x + i + half, _mm256_sub_ps(a, b));
         }
     }
 }
@@ -207,6 +263,6 @@ void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & la
 
 }  // namespace
 
-const Kernels KERNELS_AVX2 = {"avx2", quantize, tile_times_columns, squared_relu_for_silu};
+const Kernels KERNELS_AVX2 = {"avx2", quantize, hadamard, tile_times_columns, squared_relu_for_silu};
 
 }  // namespace tern

@@ -40,6 +40,23 @@ void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin,
     }
 }
 
+void hadamard(float * x, const float * signs, int64_t block) {
+    const float norm = 1.0f / std::sqrt(static_cast<float>(block));
+    for (int64_t i = 0; i < block; i++) {
+        x[i] *= signs != nullptr ? signs[i] * norm : norm;
+    }
+    for (int64_t half = 1; half < block; half *= 2) {
+        for (int64_t pair = 0; pair < block; pair += 2 * half) {
+            for (int64_t i = pair; i < pair + half; i++) {
+                const float a = x[i];
+                const float b = x[i + half];
+                x[i] = a + b;
+                x[i + half] = a - b;
+            }
+        }
+    }
+}
+
 void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & layout, const uint8_t * const * columns,
                         int n_cols, float (*outputs)[TILE_ROWS]) {
     const uint8_t * scales = tile + tile_code_bytes(layout.n_in);
@@ -75,6 +92,6 @@ void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & la
 
 }  // namespace
 
-const Kernels KERNELS_GENERIC = {"generic", quantize, tile_times_columns, squared_relu_for_silu};
+const Kernels KERNELS_GENERIC = {"generic", quantize, hadamard, tile_times_columns, squared_relu_for_silu};
 
 }  // namespace tern

@@ -91,13 +91,13 @@ size_t tiled_bytes(const TernaryType & type, int64_t n_in, int64_t n_out) {
 }
 
 int group_of_tiles(const TernaryType & type, const uint8_t * matrix) {
-    return *matrix != 0 ? 128 : tile_group(type);
+    return header_of_tiles(matrix).paired_scales ? 128 : tile_group(type);
 }
 
 void pack_tiles(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out, uint8_t * matrix) {
     const size_t row_bytes = type.row_bytes(n_in);
     std::memset(matrix, 0, TILES_HEADER);
-    *matrix = has_paired_scales(type, data, n_in, n_out) ? 1 : 0;
+    header_of_tiles(matrix).paired_scales = has_paired_scales(type, data, n_in, n_out);
     const int group = group_of_tiles(type, matrix);
     uint8_t * tile = matrix + TILES_HEADER;
     for (int64_t row = 0; row < n_out; row += TILE_ROWS) {

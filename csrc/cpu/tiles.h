@@ -15,9 +15,7 @@
 // `group` is 64 for Q2_0 and 128 for all other types (those with 256 weights a scale repeat it). The last tile is filled
 // up with rows of scale 0.
 //
-// Before the tiles of a matrix stand TILES_HEADER bytes. The first tells whether the matrix is Q2_0 whose scales come in
-// equal pairs, as they do where a model with groups of 128 was written in that type: it lies in groups of 128, which saves
-// a twentieth of the memory that decode streams through.
+// Before the tiles of a matrix stand TILES_HEADER bytes with a TilesHeader.
 #pragma once
 
 #include "../format/ternary_types.h"
@@ -29,6 +27,22 @@ namespace tern {
 
 constexpr int TILE_ROWS = 8;
 constexpr size_t TILES_HEADER = 64;
+
+struct TilesHeader {
+    // Whether this is Q2_0 whose scales come in equal pairs, as they do where a model with groups of 128 was written in that
+    // type. It lies in groups of 128, which saves a twentieth of the memory that decode streams through.
+    bool paired_scales;
+    // Whatever the owner of the memory wants to know of the matrix. pack_tiles() clears it.
+    const void * note;
+};
+static_assert(sizeof(TilesHeader) <= TILES_HEADER);
+
+inline TilesHeader & header_of_tiles(uint8_t * matrix) {
+    return *reinterpret_cast<TilesHeader *>(matrix);
+}
+inline const TilesHeader & header_of_tiles(const uint8_t * matrix) {
+    return *reinterpret_cast<const TilesHeader *>(matrix);
+}
 
 // The group of a type's tiles, where scales do not come in pairs.
 inline int tile_group(const TernaryType & type) {

@@ -313,6 +313,7 @@ bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size) {
     // Legacy: every Q2_0 tensor has exactly the space of blocks of 128, and for one at least that is not enough for
     // blocks of 64.
     bool legacy = false;
+    const GgufTensor * fits_both = nullptr;
     for (const GgufTensor & tensor : header.tensors) {
         if (tensor.type != TYPE_Q2_0) {
             continue;
@@ -330,6 +331,13 @@ bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size) {
             return false;
         }
         legacy = legacy || tensor_bytes(tensor) > space;
+        fits_both = &tensor;
+    }
+    if (!legacy && fits_both != nullptr) {
+        throw FormatError(
+            "tensor " + quoted(fits_both->name) +
+            " has type Q2_0 and is so small that its blocks may hold 64 weights or, as in files from before "
+            "PQ2_0 had an id of its own, 128; nothing in the file tells which");
     }
     if (legacy) {
         for (GgufTensor & tensor : header.tensors) {

@@ -51,7 +51,7 @@ bool wants_squared_relu(const GgufHeader & header) {
 // What keeps the gates from squared ReLU, or nothing.
 std::string find_obstacle(const GgufHeader & header) {
     for (const GgufTensor & tensor : header.tensors) {
-        if (is_gate(tensor) && squared_relu_slot_of_file_type(tensor.type) == 0) {
+        if (is_gate(tensor) && special_slot_of_file_type(tensor.type) == 0) {
             const TensorTypeInfo * type = tensor_type_info(tensor.type);
             return std::string(tensor.name) + " is " + (type != nullptr ? type->name : "of another type");
         }

@@ -4,15 +4,19 @@
 #include "../format/gguf_header.h"
 #include "bitnet_gates.h"
 #include "host_api.h"
+#include "treatments.h"
 #include "type_slots.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
+#include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <sys/mman.h>
@@ -70,8 +74,41 @@ void report_once(const char * name, const std::string & what) {
     }
 }
 
-// A file whose weights are rotated carries this key.
-constexpr const char * ROTATION_KEY = "prism.hadamard.version";
+// The number of parts of a model that is split into several files.
+uint64_t part_count(const GgufHeader & header) {
+    const GgufValue * count = header.find("split.count");
+    uint16_t parts = 1;
+    if (count != nullptr && !count->is_array && count->type == GgufValueType::UINT16) {
+        std::memcpy(&parts, count->bytes.data(), sizeof(parts));
+    }
+    return parts;
+}
+
+// The rotations of a file, by tensor name. Throws FormatError for a contract that is broken or cannot be honoured here.
+std::map<std::string_view, Rotation> find_rotations(const GgufHeader & header) {
+    std::optional<HadamardContract> contract;
+    if (part_count(header) == 1) {
+        contract = read_hadamard_contract(header);
+    } else if (std::any_of(header.metadata.begin(), header.metadata.end(),
+                           [](const GgufKey & key) { return key.name.substr(0, 15) == "prism.hadamard."; })) {
+        throw FormatError(
+            "its weights are Hadamard-rotated (prism.hadamard.*), and it is split into several files, which "
+            "do not all say so; join them with tern repack");
+    }
+    if (!contract) {
+        return {};
+    }
+    for (const GgufTensor & tensor : header.tensors) {
+        if (contract->rotations.count(tensor.name) != 0 && special_slot_of_file_type(tensor.type) == 0) {
+            const TensorTypeInfo * type = tensor_type_info(tensor.type);
+            throw FormatError("key 'prism.hadamard.weight_names' or 'prism.hadamard.inverse_weight_names' names " +
+                              quoted(tensor.name) + " of type " +
+                              (type != nullptr ? type->name : std::to_string(tensor.type)) +
+                              ", which llama.cpp would multiply without its rotation; PQ2_0 and PTQ1_0 can be rotated");
+        }
+    }
+    return std::move(contract->rotations);
+}
 
 // The GGUF that begins at `start` in `file`, with its type ids translated: a sparse file in memory, as long as the
 // original, that holds the header alone (with_data: everything). nullptr when no id needs translation.
@@ -85,22 +122,23 @@ FILE * translated_copy(const char * name, std::string_view file, size_t start, b
     } catch (const FormatError &) {
         return nullptr;  // the host's reader says what is wrong in its own words
     }
-    if (header.find(ROTATION_KEY) != nullptr) {
-        throw FormatError(
-            "its weights are Hadamard-rotated (prism.hadamard.*), which this version cannot undo; without "
-            "that it would talk nonsense");
-    }
+    const bool is_legacy = resolve_legacy_q2_0(header, gguf.size());
+    const std::map<std::string_view, Rotation> rotations = find_rotations(header);
     std::string obstacle;
     const bool squared_relu = gates_have_squared_relu(header, obstacle);
     if (!obstacle.empty()) {
         report_once(name, "computes SiLU where the model was trained with squared ReLU, since " + obstacle +
                               "; convert with --type ptq1_0 or pq2_0");
     }
-    const auto slot_of = [&](const GgufTensor & tensor) {
-        return squared_relu && is_gate(tensor) ? squared_relu_slot_of_file_type(tensor.type)
-                                               : slot_of_file_type(tensor.type);
+    const auto treatment_of = [&](const GgufTensor & tensor) {
+        const auto rotation = rotations.find(tensor.name);
+        return Treatment{squared_relu && is_gate(tensor),
+                         rotation != rotations.end() ? keep_rotation(rotation->second) : nullptr};
     };
-    bool ours = false;
+    const auto slot_of = [&](const GgufTensor & tensor) {
+        return treatment_of(tensor).is_none() ? slot_of_file_type(tensor.type) : special_slot_of_file_type(tensor.type);
+    };
+    bool ours = is_legacy;
     for (const GgufTensor & tensor : header.tensors) {
         if (is_our_slot(tensor.type)) {
             throw FormatError("tensor " + quoted(tensor.name) + " has type " + std::to_string(tensor.type) +
@@ -117,6 +155,10 @@ FILE * translated_copy(const char * name, std::string_view file, size_t start, b
     for (const GgufTensor & tensor : header.tensors) {
         const uint32_t slot = slot_of(tensor);
         std::memcpy(&bytes[tensor.type_position], &slot, sizeof(slot));
+        if (const Treatment treatment = treatment_of(tensor); !treatment.is_none()) {
+            const std::string_view data = gguf.substr(header.data_offset + tensor.offset, tensor_bytes(tensor));
+            remember_treatment(tensor, data, treatment);
+        }
     }
     const int fd = memfd_create("ggml-tern", MFD_CLOEXEC);
     if (fd < 0) {

@@ -21,15 +21,16 @@ struct Slot {
     uint32_t file_type;
     const char * name;
     ggml_to_float_t to_float;
-    bool squared_relu = false;
+    bool special = false;
 };
 
 const Slot SLOTS[] = {
     {SLOT_PQ2_0, TYPE_PQ2_0, "pq2_0", to_float<TYPE_PQ2_0>},
     {SLOT_PTQ1_0, TYPE_PTQ1_0, "ptq1_0", to_float<TYPE_PTQ1_0>},
     {SLOT_Q2_0, TYPE_Q2_0, "q2_0", to_float<TYPE_Q2_0>},
-    {SLOT_PQ2_0_RELU2, TYPE_PQ2_0, "pq2_0_relu2", to_float<TYPE_PQ2_0>, true},
-    {SLOT_PTQ1_0_RELU2, TYPE_PTQ1_0, "ptq1_0_relu2", to_float<TYPE_PTQ1_0>, true},
+    // What the bytes decode to is not what the model means, so nobody gets a function for it.
+    {SLOT_PQ2_0_SPECIAL, TYPE_PQ2_0, "pq2_0_special", nullptr, true},
+    {SLOT_PTQ1_0_SPECIAL, TYPE_PTQ1_0, "ptq1_0_special", nullptr, true},
 };
 
 bool is_used(const Slot & slot) {
@@ -89,16 +90,16 @@ bool fill_type_slots(std::string & error) {
 
 uint32_t slot_of_file_type(uint32_t file_type) {
     for (const Slot & slot : SLOTS) {
-        if (slot.file_type == file_type && !slot.squared_relu && is_used(slot)) {
+        if (slot.file_type == file_type && !slot.special && is_used(slot)) {
             return slot.slot;
         }
     }
     return file_type;
 }
 
-uint32_t squared_relu_slot_of_file_type(uint32_t file_type) {
+uint32_t special_slot_of_file_type(uint32_t file_type) {
     for (const Slot & slot : SLOTS) {
-        if (slot.file_type == file_type && slot.squared_relu) {
+        if (slot.file_type == file_type && slot.special) {
             return slot.slot;
         }
     }
@@ -114,9 +115,9 @@ const TernaryType * ternary_type_of(ggml_type type) {
     return ternary_type(slot != nullptr ? slot->file_type : static_cast<uint32_t>(type));
 }
 
-bool has_squared_relu(ggml_type type) {
+bool is_special(ggml_type type) {
     const Slot * slot = find_slot(static_cast<uint32_t>(type));
-    return slot != nullptr && slot->squared_relu;
+    return slot != nullptr && slot->special;
 }
 
 }  // namespace tern

@@ -1,7 +1,9 @@
-// libFuzzer target for the GGUF header reader: whatever the bytes, it returns or throws FormatError.
+// libFuzzer target for the readers of GGUF headers and of the contract of rotated weights: whatever the bytes, they return or
+// throw FormatError.
 //
 //   tests/fuzz/run.sh [SECONDS]      builds with clang under ASan and UBSan and runs from tests/fuzz/corpus
 #include "format/gguf_header.h"
+#include "format/hadamard.h"
 
 #include <cstdint>
 
@@ -32,6 +34,19 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
                 __builtin_trap();
             }
             seen += bytes[end - 1];
+        }
+        if (const auto contract = tern::read_hadamard_contract(header)) {
+            for (const auto & [name, rotation] : contract->rotations) {
+                rotation.check();
+                // P and its inverse touch nothing outside a row.
+                std::vector<float> row(static_cast<size_t>(rotation.n_in), 1.0f);
+                std::vector<float> out(row.size());
+                if (row.size() <= 4096) {
+                    tern::permute(rotation, row.data(), 0, rotation.n_in, out.data());
+                    tern::permute_back(rotation, out.data(), row.data());
+                }
+                seen += name.size();
+            }
         }
     } catch (const tern::FormatError &) {
         return 0;

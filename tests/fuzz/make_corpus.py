@@ -10,6 +10,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 PQ2_0, PTQ1_0, Q2_0, F32 = 142, 143, 42, 0
+RANKS = {"time_step_rank": 4, "group_count": 2}
 
 
 def string(text: str) -> bytes:
@@ -42,6 +43,42 @@ def padded(data: bytes, payload: int, alignment: int = 32) -> bytes:
     return data + bytes(-len(data) % alignment) + bytes(payload)
 
 
+def rotated(**changes: bytes | None) -> bytes:
+    """A file with rotated weights; `changes` replaces keys of the contract, or leaves them out."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<I", 8) + string(value)
+
+    def texts(*values: str) -> bytes:
+        return struct.pack("<IIQ", 9, 8, len(values)) + b"".join(map(string, values))
+
+    signs = bytes(1 if i % 3 else 255 for i in range(128))
+    contract = {
+        "version": struct.pack("<II", 4, 2),
+        "block_size": struct.pack("<II", 4, 128),
+        "transform": text("normalized-sylvester-walsh-hadamard"),
+        "axis": text("input-last-dimension"),
+        "sign_mode": text("explicit"),
+        "sign_widths": struct.pack("<IIQi", 9, 5, 1, 128),
+        "sign_values": struct.pack("<IIQ", 9, 1, 128) + signs,
+        "weight_names": texts("blk.0.ssm_out.weight"),
+        "inverse_weight_names": texts("token_embd.weight"),
+        "tied_output": struct.pack("<IB", 7, 1),
+        "gdn_v_grouped": struct.pack("<IB", 7, 1),
+        **changes,
+    }
+    keys = [string("general.architecture") + text("qwen35")]
+    keys += [key(f"qwen35.ssm.{name}", 4, struct.pack("<I", n)) for name, n in RANKS.items()]
+    keys += [
+        string(f"prism.hadamard.{name}") + value for name, value in contract.items() if value is not None
+    ]
+    tensors = [
+        tensor("blk.0.ssm_out.weight", (128, 2), PTQ1_0, 0),
+        tensor("token_embd.weight", (128, 2), PQ2_0, 64),
+    ]
+    return padded(header(keys, tensors), 132)
+
+
 def seeds() -> dict[str, bytes]:
     architecture = key("general.architecture", 8, string("llama"))
     names = key("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 2) + string("a") + string("bc"))
@@ -67,6 +104,10 @@ def seeds() -> dict[str, bytes]:
         "huge-shape": header([], [tensor("t", (2**40, 2**40), PQ2_0, 0)]),
         "overlap": padded(header([], [pq2, tensor("u", (128, 2), PQ2_0, 32)]), 200),
         "type-edge": padded(header([], [tensor("t", (128, 1), 2**31, 0)]), 64),
+        "rotated": rotated(),
+        "rotated-identity": rotated(
+            sign_mode=struct.pack("<I", 8) + string("identity"), sign_widths=None, sign_values=None
+        ),
         "twice": padded(header([architecture, architecture], [pq2]), 68),
     }
 
