@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""The whole way on a real model: convert Gemma 3 270M, and run the result in two unmodified llama.cpp hosts.
+"""The whole way: convert checkpoints, and run the results in two unmodified llama.cpp hosts.
 
     make demo
 
-Converts the checkpoint twice, with ternary weights (PQ2_0) and, through the same pipeline, with Q8_0. Each
-file is served by the stock llama-server with the plug-in, and run in this Python by llama-cpp-python with
-``ggml_tern.enable()``. Both must give the same greedy tokens; the demo exits with 1 if they do not, or if
-anything else goes wrong.
+First a tiny model of models/, which was trained ternary in a rotated basis, at 1.75 bits a weight (PTQ1_0):
+it writes sense. Then Gemma 3 270M, which was not, with ternary weights (PQ2_0), for its speed, and through
+the same pipeline with Q8_0. Each file is served by the stock llama-server with the plug-in, and run in this
+Python by llama-cpp-python with ``ggml_tern.enable()``. Both must give the same greedy tokens; the demo exits
+with 1 if they do not, or if anything else goes wrong.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from rich.text import Text
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
 CACHE = Path(os.environ.get("TERN_CACHE_DIR") or "~/.cache/ggml-tern").expanduser().absolute()
-MODEL = "gemma3-270m"
-PROMPT = (
+TINY = REPOSITORY / "models" / "tiny-qwen3"
+TINY_PROMPT = "The king said to his servants,"
+GEMMA = "gemma3-270m"
+GEMMA_PROMPT = (
     "Photosynthesis is the process by which green plants, algae and some bacteria turn the energy of light "
     "into chemical energy. It takes place in the leaves, where the green pigment chlorophyll"
 )
@@ -104,9 +107,9 @@ def run(*command: str | Path) -> None:
         raise DemoError(f"{Path(command[0]).name} ended with exit code {code}")
 
 
-def make_checkpoint() -> Path:
-    """The Hugging Face directory of the model."""
-    command = [sys.executable, str(REPOSITORY / "tools" / "make_hf_dir.py"), MODEL]
+def make_gemma() -> Path:
+    """The Hugging Face directory of Gemma 3 270M."""
+    command = [sys.executable, str(REPOSITORY / "tools" / "make_hf_dir.py"), GEMMA]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode != 0:
         raise DemoError("the checkpoint could not be made")
@@ -114,7 +117,7 @@ def make_checkpoint() -> Path:
 
 
 def convert(checkpoint: Path, kind: str) -> Path:
-    output = CACHE / "demo" / f"{MODEL}-{kind}.gguf"
+    output = CACHE / "demo" / f"{checkpoint.name}-{kind}.gguf"
     output.parent.mkdir(parents=True, exist_ok=True)
     run(SCRIPTS / "ternconv", "--type", kind, "--force", checkpoint, output)
     return output
@@ -205,8 +208,8 @@ def complete_with_python(model: Path, prompt: list[int]) -> Completion:
     return Completion("llama_cpp.Llama", **json.loads(result.stdout.splitlines()[-1]))
 
 
-def show(title: str, completions: list[Completion]) -> None:
-    text = Text(PROMPT, "dim") + Text(completions[0].text, "bold")
+def show(title: str, prompt: str, completions: list[Completion]) -> None:
+    text = Text(prompt, "dim") + Text(completions[0].text, "bold")
     console.print(Panel(text, title=title, title_align="left"))
     table = Table(box=None, padding=(0, 3, 0, 0))
     table.add_column("host")
@@ -218,42 +221,54 @@ def show(title: str, completions: list[Completion]) -> None:
     console.print(table)
 
 
-def demonstrate(checkpoint: Path, kind: str, title: str) -> None:
-    """Convert, run in both hosts, compare."""
+def demonstrate(checkpoint: Path, kind: str, title: str, text: str) -> Path:
+    """Convert, run in both hosts on `text`, compare. Returns the converted file."""
     console.print(Rule(title, align="left"))
     model = convert(checkpoint, kind)
     with served(model) as url:
-        prompt = ask(f"{url}/tokenize", {"content": PROMPT, "add_special": True})["tokens"]
+        prompt = ask(f"{url}/tokenize", {"content": text, "add_special": True})["tokens"]
         by_server = complete_with_server(url, prompt)
     by_python = complete_with_python(model, prompt)
-    show(f"{model.name}, greedy", [by_server, by_python])
+    show(f"{model.name}, greedy", text, [by_server, by_python])
     if not by_server.tokens or by_server.tokens != by_python.tokens:
         raise DemoError(f"the hosts disagree:\n  {by_server.tokens}\n  {by_python.tokens}")
     console.print(f"Both hosts gave the same {len(by_server.tokens)} tokens.", style="green")
+    return model
 
 
 def main() -> int:
     # A kill must stop the server too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        console.print(Rule("The checkpoint", align="left"))
-        checkpoint = make_checkpoint()
-        console.print(f"{MODEL} as a Hugging Face directory: {checkpoint}")
-        demonstrate(checkpoint, "pq2_0", "Ternary weights (PQ2_0), in stock llama.cpp with the plug-in")
+        tiny = demonstrate(
+            TINY,
+            "ptq1_0",
+            "Trained ternary: 1.75 bits a weight (PTQ1_0), in stock llama.cpp",
+            TINY_PROMPT,
+        )
+        console.print(Rule("A larger checkpoint", align="left"))
+        gemma = make_gemma()
+        console.print(f"{GEMMA} as a Hugging Face directory: {gemma}")
+        demonstrate(gemma, "pq2_0", "Gemma 3 270M with ternary weights (PQ2_0)", GEMMA_PROMPT)
         console.print(
             "Nonsense is right here: this model was not trained ternary, and rounding 270M weights to three "
-            "values afterwards destroys it. Models trained ternary keep their sense.",
+            "values afterwards destroys it. Models trained ternary, such as the first, keep their sense.",
             style="yellow",
         )
-        demonstrate(checkpoint, "q8_0", "The same checkpoint through the same pipeline, 8 bits a weight")
+        sensible = demonstrate(
+            gemma, "q8_0", "The same checkpoint through the same pipeline, 8 bits a weight", GEMMA_PROMPT
+        )
     except DemoError as error:
         console.print(f"demo: {error}", style="bold red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("demo: interrupted", style="bold red")
         return 130
-    sensible = CACHE / "demo" / f"{MODEL}-q8_0.gguf"
-    console.print(f"To talk to it: .venv/bin/tern run llama-cli -m {sensible}", markup=False, soft_wrap=True)
+    for action, program, model in (
+        ("To let the first write on", "llama-completion", tiny),
+        ("To talk to the last", "llama-cli", sensible),
+    ):
+        console.print(f"{action}: .venv/bin/tern run {program} -m {model}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -144,6 +144,17 @@ void * tiled_get_base(ggml_backend_buffer_t buffer) {
     return context_of(buffer).memory;
 }
 
+// Zero, as in cleared memory, is a valid header: nothing is known of the matrix yet.
+ggml_status tiled_init_tensor(ggml_backend_buffer_t, ggml_tensor * tensor) {
+    if (is_tiled(tensor) && tensor->view_src == nullptr) {
+        const Matrices m(tensor);
+        for (int64_t i = 0; i < m.count; i++) {
+            std::memset(static_cast<uint8_t *>(tensor->data) + i * m.tile_bytes(), 0, TILES_HEADER);
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
 // The whole tensor as the file has it.
 std::vector<uint8_t> plain_bytes(TiledBuffer & context, const ggml_tensor * tensor) {
     const std::lock_guard<std::mutex> lock(context.mutex);
@@ -215,9 +226,10 @@ void tiled_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uin
     tiled_set_tensor(buffer, tensor, bytes.data(), offset, size);
 }
 
-void tiled_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+// Nobody asks for another value than 0, and no other makes tiles.
+void tiled_clear(ggml_backend_buffer_t buffer, uint8_t) {
     TiledBuffer & context = context_of(buffer);
-    std::memset(context.memory, value, buffer->size);
+    std::memset(context.memory, 0, buffer->size);
     const std::lock_guard<std::mutex> lock(context.mutex);
     context.originals.clear();
 }
@@ -225,7 +237,7 @@ void tiled_clear(ggml_backend_buffer_t buffer, uint8_t value) {
 const ggml_backend_buffer_i TILED_BUFFER_INTERFACE = {
     /* .free_buffer   = */ tiled_free_buffer,
     /* .get_base      = */ tiled_get_base,
-    /* .init_tensor   = */ nullptr,
+    /* .init_tensor   = */ tiled_init_tensor,
     /* .memset_tensor = */ tiled_memset_tensor,
     /* .set_tensor    = */ tiled_set_tensor,
     /* .get_tensor    = */ tiled_get_tensor,

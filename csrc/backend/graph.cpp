@@ -2,11 +2,11 @@
 // the whole list in one call. Our kernels thereby run in ggml's own threads, with ggml's barriers between the nodes.
 //
 //   the graph:       ... RMS_NORM  MUL  MUL_MAT(wq)              MUL_MAT(wk)     ROPE ...
-//   what is run:     ... RMS_NORM  MUL  quantize  multiply(wq)   multiply(wk)    ROPE ...
+//   what is run:     ... RMS_NORM  MUL  prepare   multiply(wq)   multiply(wk)    ROPE ...
 //
 // The quantized columns of an activation serve all the matrices that it meets in a row and that want it rotated alike. A
-// replaced node is a copy of the
-// original with another operation: its flags and its memory stay, and what consumes it still reads the original.
+// replaced node is a copy of the original with another operation: its flags and its memory stay, and what consumes it still
+// reads the original.
 #include "backend.h"
 
 #include <algorithm>
@@ -385,8 +385,8 @@ struct GraphRunner::State {
             if (treatment == nullptr) {
                 std::fprintf(
                     stderr,
-                    "ggml-tern: tensor %s is not as the model's file has it, so its rotation is not known; without "
-                    "it the model would talk nonsense\n",
+                    "ggml-tern: tensor %s is not as in any file opened so far, so that its rotation is not known; "
+                    "without it the model would talk nonsense\n",
                     quoted(node->src[0]->name).c_str());
                 return false;
             }
