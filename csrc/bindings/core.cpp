@@ -578,10 +578,15 @@ py::dict read_gguf_header(const std::filesystem::path & path) {
     const auto position = [&](const char * p) { return static_cast<uint64_t>(p - file.bytes().data()); };
     py::dict metadata;
     py::dict key_extents;
+    py::dict key_types;
     for (const GgufKey & key : header.metadata) {
         const py::str name = text(key.name);
         const std::string_view value = key.value.bytes;
         metadata[name] = python_value(key.value);
+        const auto type = static_cast<uint32_t>(key.value.type);
+        const auto array = static_cast<uint32_t>(GgufValueType::ARRAY);
+        key_types[name] =
+            key.value.is_array ? py::tuple(py::make_tuple(array, type)) : py::tuple(py::make_tuple(type, py::none()));
         key_extents[name] =
             py::make_tuple(position(key.name.data()) - sizeof(uint64_t), position(value.data()) + value.size());
     }
@@ -605,6 +610,7 @@ py::dict read_gguf_header(const std::filesystem::path & path) {
     result["file_size"] = file.bytes().size();
     result["legacy_q2_0"] = legacy_q2_0;
     result["metadata"] = metadata;
+    result["key_types"] = key_types;
     result["key_extents"] = key_extents;
     result["tensors"] = tensors;
     return result;
@@ -763,7 +769,8 @@ Read and check the header of a GGUF file.
 
 Returns a dict: version, alignment, data_offset and file_size in bytes, metadata (key to number, bool, str, list, or
 numpy array), and tensors, a list of dicts with name, type (id), shape (ggml's order: n_in first), offset into the data
-section and nbytes. key_extents (key to a pair) and each tensor's extent say where the entry begins and ends in the file; a
+section and nbytes. key_types (key to a pair) has the ids of each value's type and, for an array, of its elements' (else
+None). key_extents (key to a pair) and each tensor's extent say where the entry begins and ends in the file; a
 tensor's entry ends with its type, a u32, and its offset, a u64. legacy_q2_0 is true for a file that has PQ2_0's blocks
 under the id of Q2_0; the type given is then that of the blocks, PQ2_0.
 FormatError (a ValueError) says what is wrong with a file, OSError why it cannot be read.)");

@@ -310,10 +310,10 @@ bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size) {
     }
     std::sort(ends.begin(), ends.end());
 
-    // Legacy: every Q2_0 tensor has exactly the space of blocks of 128, and for one at least that is not enough for
-    // blocks of 64.
-    bool legacy = false;
-    const GgufTensor * fits_both = nullptr;
+    // A tensor tells by the space it has, where that is exactly what blocks of one size take and not of the other.
+    bool any_says_64 = false;
+    bool any_says_128 = false;
+    const GgufTensor * undecided = nullptr;
     for (const GgufTensor & tensor : header.tensors) {
         if (tensor.type != TYPE_Q2_0) {
             continue;
@@ -323,28 +323,32 @@ bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size) {
             return false;
         }
         const uint64_t space = *end - tensor.offset;
-        GgufTensor other = tensor;
-        other.type = TYPE_PQ2_0;
-        const uint64_t bytes = tensor_bytes(other);
-        const uint64_t padded = (bytes + header.alignment - 1) / header.alignment * header.alignment;
-        if (space != padded && (space != bytes || *end != data_size)) {
-            return false;
-        }
-        legacy = legacy || tensor_bytes(tensor) > space;
-        fits_both = &tensor;
+        const auto takes = [&](uint32_t type) {
+            GgufTensor other = tensor;
+            other.type = type;
+            const uint64_t bytes = tensor_bytes(other);
+            const uint64_t padded = (bytes + header.alignment - 1) / header.alignment * header.alignment;
+            return space == padded || (space == bytes && *end == data_size);
+        };
+        const bool takes_64 = takes(TYPE_Q2_0);
+        const bool takes_128 = takes(TYPE_PQ2_0);
+        any_says_64 = any_says_64 || (takes_64 && !takes_128);
+        any_says_128 = any_says_128 || (takes_128 && !takes_64);
+        undecided = &tensor;
     }
-    if (!legacy && fits_both != nullptr) {
+    if (undecided == nullptr || any_says_64) {
+        return false;
+    }
+    if (!any_says_128) {
         throw FormatError(
-            "tensor " + quoted(fits_both->name) +
-            " has type Q2_0 and is so small that its blocks may hold 64 weights or, as in files from before "
-            "PQ2_0 had an id of its own, 128; nothing in the file tells which");
+            "tensor " + quoted(undecided->name) +
+            " has type Q2_0, whose blocks hold 64 weights or, in files from before PQ2_0 had an id of its "
+            "own, 128; the space that it has does not tell which");
     }
-    if (legacy) {
-        for (GgufTensor & tensor : header.tensors) {
-            tensor.type = tensor.type == TYPE_Q2_0 ? uint32_t{TYPE_PQ2_0} : tensor.type;
-        }
+    for (GgufTensor & tensor : header.tensors) {
+        tensor.type = tensor.type == TYPE_Q2_0 ? uint32_t{TYPE_PQ2_0} : tensor.type;
     }
-    return legacy;
+    return true;
 }
 
 void check_tensor_data(const GgufHeader & header, uint64_t file_size) {

@@ -99,7 +99,7 @@ uint64_t tensor_bytes(const GgufTensor & tensor);
 
 // Before PQ2_0 had an id of its own, its blocks of 128 weights were written under the id of Q2_0, whose blocks hold 64;
 // only the sizes tell such a file apart. If this is one, its Q2_0 tensors become PQ2_0 in `header` and true is returned.
-// Throws FormatError for a file that can be read both ways, which takes tensors of some hundred weights.
+// Throws FormatError for a file that can be read both ways, such as one whose only such tensor has some hundred weights.
 bool resolve_legacy_q2_0(GgufHeader & header, uint64_t file_size);
 
 // Checks that each tensor's type is known, its data lies inside the file, aligned, and overlaps no other's.

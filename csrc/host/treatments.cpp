@@ -15,9 +15,7 @@ constexpr size_t SAMPLE = 64;  // bytes at either end that help to recognise a t
 
 std::mutex g_mutex;
 std::deque<Rotation> g_rotations;
-// What a treatment is found by, and the treatment; nothing where files contradict each other.
-std::unordered_map<std::string, const Treatment *> g_treatments;
-std::deque<Treatment> g_kept;
+std::unordered_map<std::string, Treatment> g_treatments;  // by fingerprint()
 
 std::string fingerprint(std::string_view name, uint32_t type, const int64_t * shape, std::string_view data) {
     std::string print(name);
@@ -41,12 +39,12 @@ void remember_treatment(const GgufTensor & tensor, std::string_view data, const 
     int64_t shape[4];
     std::copy(std::begin(tensor.shape), std::end(tensor.shape), shape);
     const std::lock_guard<std::mutex> lock(g_mutex);
-    const auto [entry, is_new] = g_treatments.try_emplace(fingerprint(tensor.name, tensor.type, shape, data));
-    if (is_new) {
-        entry->second = &g_kept.emplace_back(treatment);
-    } else if (entry->second != nullptr && (entry->second->squared_relu != treatment.squared_relu ||
-                                            entry->second->rotation != treatment.rotation)) {
-        entry->second = nullptr;
+    const auto [entry, is_new] =
+        g_treatments.try_emplace(fingerprint(tensor.name, tensor.type, shape, data), treatment);
+    if (!is_new &&
+        (entry->second.squared_relu != treatment.squared_relu || entry->second.rotation != treatment.rotation)) {
+        throw FormatError("another file that was opened before has the same bytes in tensor " + quoted(tensor.name) +
+                          " and rotates it otherwise; load the two in processes of their own");
     }
 }
 
@@ -54,7 +52,7 @@ const Treatment * find_treatment(std::string_view name, uint32_t file_type, cons
                                  std::string_view data) {
     const std::lock_guard<std::mutex> lock(g_mutex);
     const auto found = g_treatments.find(fingerprint(name, file_type, shape, data));
-    return found != g_treatments.end() ? found->second : nullptr;
+    return found != g_treatments.end() ? &found->second : nullptr;
 }
 
 }  // namespace tern

@@ -25,11 +25,11 @@ struct Treatment {
 const Rotation * keep_rotation(const Rotation & rotation);
 
 // Remembers the treatment of a tensor. data: of the tensor, as in the file. type: as in the file, with PQ2_0 for the blocks
-// that legacy files call Q2_0.
+// that legacy files call Q2_0. Throws FormatError where another file has the very same tensor with another treatment, so that
+// nothing would tell the two apart.
 void remember_treatment(const GgufTensor & tensor, std::string_view data, const Treatment & treatment);
 
-// The treatment of a tensor of a special type, or nullptr if none is known or if two files contradict each other. It lives
-// as long as the process.
+// The treatment of a tensor of a special type, or nullptr if none is known. It lives as long as the process.
 const Treatment * find_treatment(std::string_view name, uint32_t file_type, const int64_t * shape,
                                  std::string_view data);
 
