@@ -37,8 +37,8 @@ from rich.text import Text
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
 CACHE = Path(os.environ.get("TERN_CACHE_DIR") or "~/.cache/ggml-tern").expanduser().absolute()
-TINY = REPOSITORY / "models" / "tiny-qwen3"
-TINY_PROMPT = "The king said to his servants,"
+TINY = REPOSITORY / "models" / "tiny-qwen35"
+TINY_PROMPT = "David went up from there, and"
 GEMMA = "gemma3-270m"
 GEMMA_PROMPT = (
     "Photosynthesis is the process by which green plants, algae and some bacteria turn the energy of light "
