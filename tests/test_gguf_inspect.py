@@ -109,12 +109,12 @@ def test_what_runs_it(tmp_path: Path, rng: np.random.Generator) -> None:
     assert (stock, plugin) == (True, True) and f"`llama-server -m {path}`" in notes
     stock, plugin, notes = runs(ternary(rng, "w", ref.PQ2_0, 3, 256))
     assert (stock, plugin) == (False, True) and f"`tern run llama-server -m {path}`" in notes
-    stock, plugin, notes = runs(ternary(rng, "w", ref.Q2_0, 3, 256))
+    stock, plugin, notes = runs(ternary(rng, "w", ref.Q2_0, 33, 1024))
     assert (stock, plugin) == (True, True) and "Q2_0 needs ggml" in notes
 
     legacy = files.ternary("w", ref.PQ2_0, *random_ternary(rng, ref.PQ2_0, 33, 8), type_id=42)
     stock, plugin, notes = runs(legacy)
-    assert (stock, plugin) == (False, False) and f"`tern repack {path} OUT.gguf --type pq2_0`" in notes
+    assert (stock, plugin) == (False, True) and f"`tern repack {path} OUT.gguf --type pq2_0`" in notes
     stock, plugin, notes = runs(files.i2_s("w", np.ones((1, 128), np.int8), 1.0))
     assert (stock, plugin) == (False, False) and f"`tern repack {path} OUT.gguf --type pq2_0`" in notes
 
@@ -128,8 +128,15 @@ def rotation(**changes: Any) -> dict[str, Any]:
     keys = {
         "version": 1,
         "block_size": 128,
+        "transform": "normalized-sylvester-walsh-hadamard",
+        "axis": "input-last-dimension",
         "sign_mode": "identity",
-        "weight_names": ["blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.0.ffn_up.weight"],
+        "weight_names": [
+            "blk.0.attn_q.weight",
+            "blk.1.attn_q.weight",
+            "blk.0.ffn_up.weight",
+            "output.weight",
+        ],
         "inverse_weight_names": ["token_embd.weight"],
     }
     return {f"prism.hadamard.{key}": value for key, value in (keys | changes).items()}
@@ -137,21 +144,47 @@ def rotation(**changes: Any) -> dict[str, Any]:
 
 def test_rotation(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "m.gguf"
-    tensor = ternary(rng, "blk.0.attn_q.weight", ref.TQ2_0, 3, 256)
-    found = described(path, tensor, **rotation())
+    names = [*rotation()["prism.hadamard.weight_names"], "token_embd.weight"]
+    tensors = [ternary(rng, name, ref.PQ2_0, 3, 256) for name in names]
+    found = described(path, *tensors, **rotation())
     assert found["rotation"] == {
         "version": 1,
         "block_size": 128,
         "sign_mode": "identity",
-        "weights": ["blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.0.ffn_up.weight"],
+        "tied_output": None,
+        "gdn_v_grouped": None,
+        "weights": names[:-1],
         "inverse_weights": ["token_embd.weight"],
+        "error": None,
     }
-    assert not found["runs"]["stock"]
+    assert not found["runs"]["stock"] and found["runs"]["plugin"]
     assert any("rotated" in note for note in found["runs"]["notes"])
-    shown = tern("inspect", path).stdout
     assert (
-        "Hadamard, blocks of 128, signs identity, 3 weights (2 attn_q, 1 ffn_up), inverse token_embd" in shown
-    )
+        "Hadamard, blocks of 128, signs identity, 4 weights (2 attn_q, 1 ffn_up, 1 output), inverse "
+        "token_embd.weight, version 1"
+    ) in tern("inspect", path).stdout
+
+
+def test_a_rotation_that_breaks_a_rule(tmp_path: Path, rng: np.random.Generator) -> None:
+    """One line says so, and the rest is told as ever."""
+    path = tmp_path / "m.gguf"
+    names = [*rotation()["prism.hadamard.weight_names"], "token_embd.weight"]
+    tensors = [ternary(rng, name, ref.PQ2_0, 3, 256) for name in names]
+    for broken, key in (
+        (rotation(block_size=512), "prism.hadamard.block_size"),
+        (rotation(tied_output=True), "prism.hadamard.tied_output"),
+        (rotation(sign_mode="none"), "prism.hadamard.sign_mode"),
+    ):
+        found = described(path, *tensors, **broken)
+        assert key in found["rotation"]["error"] and not found["runs"]["plugin"]
+        result = tern("inspect", path)
+        (line,) = [
+            line for line in result.stdout.splitlines() if line.startswith("note: the plug-in refuses")
+        ]
+        assert result.returncode == 0 and key in line and "broken: Hadamard" in result.stdout
+    other = [ternary(rng, names[0], ref.TQ2_0, 3, 256), *tensors[1:]]
+    found = described(path, *other, **rotation())
+    assert "blk.0.attn_q.weight is rotated, and nothing undoes that in TQ2_0" in found["rotation"]["error"]
 
 
 def test_rotation_keys_of_wrong_types(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -4,11 +4,12 @@ into GGUF files."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import click
 from rich.console import Console
@@ -36,6 +37,16 @@ Examples
       Two files of one model: exact if their weights are equal.
 """
 
+PLAN_EPILOG = """
+\b
+Examples
+  tern plan model.gguf
+      At the context that the model was trained for, as llama-server starts it.
+  tern plan model.gguf --memory 8GB --kv q8_0
+      With the largest context that fits.
+  tern plan model.gguf --memory 8GB --context 32768 --parallel 1 || echo "too large"
+"""
+
 REPACK_EPILOG = """
 \b
 Examples
@@ -45,7 +56,12 @@ Examples
       A legacy file gets the type id that its blocks have now.
   tern repack model-00001-of-00003.gguf model.gguf --type q2_0
       Three parts in one file that llama.cpp runs without the plug-in.
+  tern repack --unrotate rotated.gguf model-f16.gguf
+      A rotated model as a plain one.
 """
+
+#: What `tern repack --unrotate` can write, the default first.
+PLAIN_TYPES = ("f16", "f32")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,6 +151,66 @@ def inspect_file(file: Path, stats: bool, json_output: bool) -> None:
         print_description(found, Console())
 
 
+class MemorySize(click.ParamType[int]):
+    """An amount of memory like 6GB, 512MB (powers of 1000) or 6GiB, 512MiB (powers of 1024), in bytes."""
+
+    name = "size"
+    _UNITS: ClassVar = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", str(value), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is no amount of memory; give one like 6GB, 5.5GiB or 800MB", param, ctx)
+        return int(float(match[1]) * self._UNITS[match[2].upper()])
+
+
+@cli.command("plan", epilog=PLAN_EPILOG)
+@click.argument("file", metavar="MODEL.gguf", type=click.Path(path_type=Path))
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="Tokens in the KV cache, of all conversations together.  [default: the most that fit into "
+    "--memory, or those that the model was trained for]",
+)
+@click.option(
+    "--kv",
+    "kv_type",
+    # The names of plan.KV_TYPES, which would cost an import here.
+    type=click.Choice(["f16", "q8_0", "q5_0", "q4_0"]),
+    default="f16",
+    show_default=True,
+    help="Type of the KV cache, as -ctk and -ctv of llama.cpp.",
+)
+@click.option("--memory", type=MemorySize(), help="What there is, like 6GB or 5.5GiB: does it fit?")
+@click.option(
+    "--parallel",
+    type=click.IntRange(1, 256),
+    help="Conversations at a time, each with its share of the context.  [default: as llama-server, 4 that "
+    "share all of it]",
+)
+@click.option("--json", "json_output", is_flag=True, help="Print the plan as JSON, in bytes.")
+def plan_memory(
+    file: Path, context: int | None, kv_type: str, memory: int | None, parallel: int | None, json_output: bool
+) -> None:
+    """Tell how much memory a model takes, and whether it fits.
+
+    Reads the header alone. The figures are those of the stock llama-server with the plug-in on a CPU; compute
+    buffers and the process itself are estimates. With --memory, the exit code is 1 if the model does not fit.
+    """
+    from ggml_tern.runtime import plan as planning
+
+    model = planning.read_model(file)
+    if context is None and memory is not None:
+        # Where nothing fits, the table shows what is too much about the least that could be.
+        context = planning.largest_context(model, memory, kv_type, parallel) or planning.CACHE_STEP
+    planned = planning.plan(model, context or model.context, kv_type, parallel)
+    if json_output:
+        click.echo(json.dumps(planning.as_json(model, planned, memory, parallel), indent=2))
+    else:
+        planning.print_plan(model, planned, memory, parallel, Console())
+    sys.exit(1 if memory is not None and planned.total > memory else 0)
+
+
 @cli.command(epilog=REPACK_EPILOG)
 @click.argument("file", metavar="IN.gguf", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUT.gguf", type=click.Path(path_type=Path))
@@ -142,18 +218,29 @@ def inspect_file(file: Path, stats: bool, json_output: bool) -> None:
     "--type",
     "type_name",
     # The names of _core.TERNARY_TYPES, which would cost an import here.
-    type=click.Choice(["pq2_0", "ptq1_0", "q2_0", "tq2_0", "tq1_0"]),
-    required=True,
-    help="The type that every ternary tensor gets.",
+    type=click.Choice(["pq2_0", "ptq1_0", "q2_0", "tq2_0", "tq1_0", *PLAIN_TYPES]),
+    help="The type that every ternary tensor gets. f16 and f32 go with --unrotate.  [default: with "
+    "--unrotate, f16]",
+)
+@click.option(
+    "--unrotate",
+    is_flag=True,
+    help="Make a rotated model plain: weights that any llama.cpp runs and quantizes.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT.gguf if it exists.")
-def repack(file: Path, output: Path, type_name: str, force: bool) -> None:
+def repack(file: Path, output: Path, type_name: str | None, unrotate: bool, force: bool) -> None:
     """Write the ternary weights of IN.gguf in another ternary type, without loss.
 
     Everything else is copied byte for byte. What the type cannot hold exactly is refused. Legacy files, with
     PQ2_0 blocks under the id of Q2_0, and bitnet.cpp's I2_S are read too; the parts of a split model become
-    one file.
+    one file. Rotated weights stay rotated, in pq2_0 or ptq1_0, unless --unrotate is given.
     """
+    if type_name is None:
+        if not unrotate:
+            raise click.UsageError("Missing option '--type'.")
+        type_name = PLAIN_TYPES[0]
+    elif unrotate != (type_name in PLAIN_TYPES):
+        raise click.UsageError(f"--type {' and '.join(PLAIN_TYPES)} go with --unrotate, and no others do")
     from ggml_tern.gguf_files import repack as repacking
     from ggml_tern.gguf_files.reader import GGUFSource
 
@@ -162,10 +249,12 @@ def repack(file: Path, output: Path, type_name: str, force: bool) -> None:
     try:
         with byte_progress() as progress:
             task = progress.add_task("repacking", total=None)
-            report = repacking.repack(
+            write = repacking.unrotate if unrotate else repacking.repack
+            types = repacking.PLAIN_TARGETS if unrotate else repacking.TARGETS
+            report = write(
                 GGUFSource(file),
                 output,
-                repacking.TARGETS[type_name],
+                types[type_name],
                 force=force,
                 start=lambda total: progress.update(task, total=total),
                 advance=lambda nbytes: progress.advance(task, nbytes),

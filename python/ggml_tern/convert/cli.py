@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ggml_tern.convert.lora import open_adapter
 from ggml_tern.convert.pipeline import convert
+from ggml_tern.convert.rotation import BLOCKS, DEFAULT_BLOCK, RotationChoice
 from ggml_tern.convert.summary import print_summary
 from ggml_tern.convert.targets import (
     GROUP_TYPES,
@@ -44,6 +45,8 @@ Examples
       says the same in another way.
   ternconv --lora ./adapter=0.5 ./Llama-3.2-1B llama.gguf
       Merges a LoRA, at half its strength, before anything is rounded.
+  ternconv --rotate --signs random:7 ./Qwen3-0.6B qwen3.gguf
+      Folds a Hadamard rotation into the weights before they are rounded.
   ternconv --type q8_0 ./Llama-3.2-1B check.gguf
       Nothing ternary: shows that a checkpoint converts rightly.
   ternconv --type ptq1_0 model-f16.gguf model.gguf
@@ -70,6 +73,20 @@ class KeepOption(click.ParamType[Keep]):
                 f"{value!r}: expected PATTERN=TYPE, with a type of {', '.join(TENSOR_TYPES)}", param, ctx
             )
         return Keep(pattern, TENSOR_TYPES[type_name])
+
+
+class SignsOption(click.ParamType[int | None]):
+    """identity, or random:SEED"""
+
+    name = "signs"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        kind, _, seed = str(value).partition(":")
+        if value == "identity":
+            return None
+        if kind != "random" or not (seed.isascii() and seed.isdecimal()):
+            self.fail(f"{value!r}: expected identity or random:SEED, with a number as SEED", param, ctx)
+        return int(seed)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
@@ -126,6 +143,26 @@ class KeepOption(click.ParamType[Keep]):
     "ternary, stay as they are stored.",
 )
 @click.option(
+    "--rotate",
+    is_flag=True,
+    help="Fold a blockwise Hadamard rotation into every weight that gets pq2_0 or ptq1_0. Such a model runs "
+    "only with the plug-in, which rotates the activations.  [default: for a model that is ternary in such a "
+    "basis only]",
+)
+@click.option(
+    "--rotation-block",
+    type=click.Choice([str(block) for block in BLOCKS]),
+    help="Weights that the rotation mixes.  [default: the largest up to "
+    f"{DEFAULT_BLOCK} that divides every folded width]",
+)
+@click.option(
+    "--signs",
+    type=SignsOption(),
+    metavar="identity|random:SEED",
+    help="The signs that weights are multiplied with first; the same SEED gives the same signs everywhere.  "
+    "[default: identity, all +1]",
+)
+@click.option(
     "--lora",
     "loras",
     type=LORA,
@@ -153,6 +190,9 @@ def main(
     sensitive_bits: str,
     group_size: str | None,
     lossless: bool,
+    rotate: bool,
+    rotation_block: str | None,
+    signs: int | None,
     loras: tuple[tuple[Path, float], ...],
     mtp: bool,
     force: bool,
@@ -174,6 +214,11 @@ def main(
         group=int(group_size) if group_size else None,
         lossless=lossless,
     )
+    context = click.get_current_context()
+    for option in ("rotation_block", "signs"):
+        if not rotate and context.get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{option.replace('_', '-')} goes with --rotate")
+    rotation = RotationChoice(int(rotation_block) if rotation_block else None, signs) if rotate else None
     # Large vocabularies are made of millions of objects; looking through them for cycles takes a second.
     gc.disable()
     # A kill cleans up like Ctrl-C does.
@@ -189,6 +234,7 @@ def main(
                 model,
                 output,
                 choice,
+                rotation=rotation,
                 adapters=adapters,
                 keep_mtp=mtp,
                 force=force,

@@ -17,7 +17,9 @@ from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec, find_architecture
 from ggml_tern.convert.architectures.bitnet import ACTIVATION_KEY, notes_on_squared_relu
 from ggml_tern.convert.checkpoint import Checkpoint
+from ggml_tern.convert.hadamard_manifest import MANIFEST_FILE, apply_manifest, read_manifest
 from ggml_tern.convert.lora import Adapter
+from ggml_tern.convert.rotation import ARCHITECTURES, add_rotation_keys
 from ggml_tern.convert.sources import Source, find_sources
 from ggml_tern.convert.vocab import read_vocab
 from ggml_tern.errors import TernError
@@ -47,6 +49,8 @@ class InputModel(ABC):
         specs: the tensors of the GGUF file to write, in file order.
         sources: what each is made of, by its name.
         tied: whether the embedding serves as head.
+        rotations: of the tensors that are stored in a rotated basis, by name.
+        value_heads: as `Architecture.value_heads`.
         notes: one line for each thing that the user should know.
     """
 
@@ -55,6 +59,8 @@ class InputModel(ABC):
     specs: list[TensorSpec]
     sources: dict[str, list[Source]]
     tied: bool
+    rotations: dict[str, _core.Rotation]
+    value_heads: tuple[int, int] | None
     notes: list[str]
 
     @abstractmethod
@@ -83,9 +89,33 @@ class HuggingFaceModel(InputModel):
         self._architecture = find_architecture(self._checkpoint, keep_mtp=keep_mtp)
         self.arch = gguf.MODEL_ARCH_NAMES[self._architecture.model_arch]
         self.specs = list(self._architecture.tensors())
+        self.rotations = {}
+        self.value_heads = self._architecture.value_heads
+        self.notes = [*self._checkpoint.notes, *self._architecture.notes]
+        manifest = path / MANIFEST_FILE
+        # A link to nothing is a download that did not end, and not a model without a manifest.
+        if manifest.exists() or manifest.is_symlink():
+            self._apply_manifest(manifest, adapters)
         self.sources = find_sources(self._checkpoint, self._architecture, self.specs)
         self.tied = self._architecture.tied
-        self.notes = [*self._checkpoint.notes, *self._architecture.notes]
+
+    def _apply_manifest(self, path: Path, adapters: Sequence[Adapter]) -> None:
+        if self.arch not in ARCHITECTURES:
+            raise TernError(
+                f"{path}: rotated weights are not defined for {self.arch}, only for "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        if adapters:
+            raise TernError(
+                f"{path}: the weights are rotated, and a LoRA is of plain ones; give it to llama.cpp, whose "
+                "option is --lora too"
+            )
+        manifest = read_manifest(path)
+        self.specs, self.rotations = apply_manifest(manifest, self._architecture, self.specs)
+        self.notes.append(
+            f"{len(self.rotations)} tensors are stored rotated, in blocks of {manifest.block}, as "
+            f"{MANIFEST_FILE} says"
+        )
 
     def files(self) -> list[Path]:
         return self._checkpoint.files()
@@ -95,6 +125,8 @@ class HuggingFaceModel(InputModel):
         self._add_general(writer)
         self._architecture.add_metadata(writer)
         vocab.add_to(writer)
+        if self.rotations:
+            add_rotation_keys(writer, self.rotations, [spec.name for spec in self.specs])
         self.notes += vocab.notes
 
     def notes_for(self, types: Mapping[str, int]) -> list[str]:
@@ -128,6 +160,8 @@ class GGUFModel(InputModel):
             raise TernError(f"{path}: has no general.architecture; expected the GGUF file of a model")
         self.arch = self._file.architecture
         self.tied = "output.weight" not in self._file.tensors
+        self.rotations = self._file.rotations
+        self.value_heads = self._value_heads()
         self.notes = []
         if self._file.is_legacy:
             self.notes.append(LEGACY_NOTE)
@@ -156,6 +190,13 @@ class GGUFModel(InputModel):
                 kind, element = _value_types(first, key)
                 plain: Any = value.tolist() if isinstance(value, np.ndarray) else value
                 writer.add_key_value(key, plain, kind, sub_type=element)
+
+    def _value_heads(self) -> tuple[int, int] | None:
+        keys = (f"{self.arch}.ssm.group_count", f"{self.arch}.ssm.time_step_rank")
+        n_key, n_value = (self._file.metadata.get(key) for key in keys)
+        if isinstance(n_key, int) and isinstance(n_value, int) and n_key > 0 and n_value > 0:
+            return n_key, n_value
+        return None
 
     def notes_for(self, types: Mapping[str, int]) -> list[str]:
         has_squared_relu = self._file.metadata.get(ACTIVATION_KEY) == "relu2"

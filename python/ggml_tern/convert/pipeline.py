@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from ggml_tern import _core
 from ggml_tern.atomic_file import check_output
 from ggml_tern.convert.architectures import Role
 from ggml_tern.convert.lora import Adapter
-from ggml_tern.convert.models import open_model
+from ggml_tern.convert.models import InputModel, open_model
+from ggml_tern.convert.rotated_ternary import find_rotation, folded, is_plain_ternary, snaps
+from ggml_tern.convert.rotation import (
+    EMBEDDING,
+    FOLDED_TYPES,
+    RotationChoice,
+    add_rotation_keys,
+    check_folded_types,
+    folded_rotations,
+    kept_target,
+    plan_rotation,
+)
 from ggml_tern.convert.targets import (
     F16,
     FILE_TYPES,
@@ -53,6 +65,7 @@ def convert(
     output: Path,
     choice: TypeChoice,
     *,
+    rotation: RotationChoice | None = None,
     adapters: Sequence[Adapter] = (),
     keep_mtp: bool = False,
     force: bool = False,
@@ -64,6 +77,7 @@ def convert(
 
     Args:
         choice: the types of the tensors.
+        rotation: how to rotate weights; None: only those of a model that is ternary in no other way.
         adapters: LoRAs to merge first.
         keep_mtp: convert the multi-token prediction head too.
         force: replace an existing output.
@@ -79,17 +93,21 @@ def convert(
             f"{path}: its head is its embedding, so --head has no effect; give the type with --embed"
         )
     check_choice(choice, model.specs)
-    targets = []
-    for spec in model.specs:
-        sources = model.sources[spec.name]
-        stored = type_by_id(sources[0].type_id)
-        targets.append(choose_target(spec, choice, stored, partial(is_ternary, spec, sources)))
+    rotations = _rotations(model, choice, rotation)
+    targets = _choose_targets(model, choice, rotations)
+    check_folded_types(model, targets)
+    rotations = folded_rotations(targets, rotations)
+    if (rotation is not None or rotations) and not rotations.keys() - {EMBEDDING}:
+        raise TernError(f"{path}: no matrix gets {' or '.join(t.name for t in FOLDED_TYPES)}; drop --rotate")
+    model.notes += _rotation_notes(targets, rotations)
     model.notes += model.notes_for({target.spec.name: target.type.id for target in targets})
     report = Report(output, targets, notes=model.notes)
 
     n_threads = n_threads or len(os.sched_getaffinity(0))
     with OutputFile(output, model.arch) as file:
         model.add_metadata(file.metadata)
+        if rotations:
+            add_rotation_keys(file.metadata, rotations, [target.spec.name for target in targets])
         file.metadata.add_file_type(_file_type(targets))
         file.metadata.add_quantization_version(gguf.GGML_QUANT_VERSION)
         file.write_header(targets)
@@ -107,6 +125,65 @@ def convert(
                 report.stats.append(stats)
         report.size = file.commit()
     return report
+
+
+def _rotations(
+    model: InputModel, choice: TypeChoice, asked: RotationChoice | None
+) -> dict[str, _core.Rotation]:
+    """The rotations of the tensors to fold. Notes what the user should know."""
+    if asked is not None:
+        rotations = plan_rotation(model, choice, asked)
+        if is_plain_ternary(model, choice):
+            model.notes.append(
+                "the weights are ternary as they are stored and not when they are rotated, which loses much "
+                "of what they were trained to be; drop --rotate"
+            )
+        return rotations
+    if model.rotations or (choice.matrix is not None and choice.matrix not in FOLDED_TYPES):
+        return {}
+    found = find_rotation(model, choice)
+    if found is None:
+        return {}
+    model.notes.append(
+        f"the weights are ternary in a rotated basis (Hadamard blocks of {found.block}, no signs), so they "
+        f"are stored in it, as with --rotate --rotation-block {found.block}"
+    )
+    return plan_rotation(model, choice, found)
+
+
+def _choose_targets(
+    model: InputModel, choice: TypeChoice, rotations: Mapping[str, _core.Rotation]
+) -> list[Target]:
+    """The type of every tensor. Those with a rotation are folded if that type can be."""
+    targets = []
+    for plain in model.specs:
+        sources = model.sources[plain.name]
+        stored = type_by_id(sources[0].type_id)
+        kept = kept_target(plain, stored, choice.lossless) if rotations or model.rotations else None
+        if kept is not None:
+            targets.append(kept)
+            continue
+        rotation = rotations.get(plain.name)
+        spec = plain if rotation is None else folded(plain, sources, rotation)
+        # What is stored rotated can only be ternary.
+        check = partial(is_ternary, spec, sources) if plain.name not in model.rotations else lambda: True
+        target = choose_target(spec, choice, stored, check)
+        targets.append(target if target.type in FOLDED_TYPES else replace(target, spec=plain))
+    return targets
+
+
+def _rotation_notes(targets: Sequence[Target], rotations: Mapping[str, _core.Rotation]) -> list[str]:
+    if not rotations:
+        return []
+    rotation = next(iter(rotations.values()))
+    signs = "no signs" if rotation.signs is None else "signs"
+    lines = [f"rotated: {len(rotations)} tensors, Hadamard blocks of {rotation.block}, {signs}"]
+    if snapped := [target for target in targets if snaps(target.spec)]:
+        lines.append(
+            f"ternary in the rotated basis but for the rounding of what is stored, and taken as ternary: "
+            f"{len(snapped)} of {len(rotations)} rotated tensors"
+        )
+    return lines
 
 
 def _file_type(targets: Sequence[Target]) -> int:

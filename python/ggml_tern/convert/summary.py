@@ -19,7 +19,8 @@ _USUAL_ZEROS = (0.2, 0.8)
 
 def _group_name(target: Target) -> str:
     """The kind of a tensor, over all blocks; what is kept in float32 is all one kind."""
-    return "norms, biases" if target.spec.role is Role.VECTOR else kind_name(target.spec.name)
+    is_kept = target.spec.role is Role.VECTOR and target.type == F32
+    return "norms, biases" if is_kept else kind_name(target.spec.name)
 
 
 def print_summary(report: Report, console: Console) -> None:

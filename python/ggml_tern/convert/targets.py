@@ -177,14 +177,9 @@ def choose_target(
         stored: the type that holds what is stored without loss.
         is_ternary: tells whether the tensor is ternary already; asked only where that decides.
     """
-    kept = [keep.type for keep in choice.keep if keep.matches(spec)]
     if spec.role is Role.VECTOR:
         return Target(spec, F32)
-    if kept:
-        wanted = kept[-1]
-    else:
-        asked = {Role.EMBEDDING: choice.embedding, Role.HEAD: choice.head, Role.MATRIX: choice.matrix}
-        wanted = asked[spec.role] or _by_content(spec, choice, stored, is_ternary)
+    wanted = asked_type(spec, choice) or _by_content(choice, stored, is_ternary)
     group = choice.group or 0
     n_in = spec.shape[-1]
     if wanted.is_ternary:
@@ -197,9 +192,15 @@ def choose_target(
     return Target(spec, fitting, wanted if fitting != wanted else None)
 
 
-def _by_content(
-    spec: TensorSpec, choice: TypeChoice, stored: TensorType, is_ternary: Callable[[], bool]
-) -> TensorType:
+def asked_type(spec: TensorSpec, choice: TypeChoice) -> TensorType | None:
+    """The type that was asked for a tensor that is no vector, by its name or its role; None: none was."""
+    kept = [keep.type for keep in choice.keep if keep.matches(spec)]
+    if kept:
+        return kept[-1]
+    return {Role.EMBEDDING: choice.embedding, Role.HEAD: choice.head, Role.MATRIX: choice.matrix}[spec.role]
+
+
+def _by_content(choice: TypeChoice, stored: TensorType, is_ternary: Callable[[], bool]) -> TensorType:
     """The type of a tensor for which none is asked."""
     if is_ternary():
         return choice.matrix if choice.matrix is not None and choice.matrix.is_ternary else PTQ1_0

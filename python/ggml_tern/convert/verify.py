@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,20 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from ggml_tern import _core
+from ggml_tern.convert.architectures import TensorSpec
+from ggml_tern.convert.decoding import as_float32
 from ggml_tern.convert.lora import Adapter
 from ggml_tern.convert.models import open_model
+from ggml_tern.convert.rotated_ternary import Fold, folded, unit_roundoff
 from ggml_tern.convert.sources import Source
 from ggml_tern.convert.targets import GROUP_TYPES, Target, type_by_id
-from ggml_tern.convert.ternarize import Stats, encode
+from ggml_tern.convert.ternarize import Stats, encode, prepared_rows
 from ggml_tern.errors import TernError
 from ggml_tern.gguf_files.reader import GGUFSource, GGUFTensor, printable
+
+#: Weights compared at a time.
+_PIECE = 1 << 19
 
 
 class Verdict(enum.StrEnum):
@@ -31,6 +38,8 @@ class Verdict(enum.StrEnum):
     EXACT = "exact"
     #: Ternary values kept; scales rounded to fp16.
     SCALES = "exact but for fp16 scales"
+    #: Stored rotated, of a source that is not: as plain weights, rounded as the source's are, the same.
+    ROUNDED = "exact but for rounding"
     #: What quantizing the source gives, bit for bit.
     QUANTIZED = "as quantized"
     #: Anything else.
@@ -77,6 +86,9 @@ def verify(
 ) -> Iterator[Finding]:
     """Compare `converted` with what its source gives in the same types, tensor by tensor.
 
+    Where only one of them is rotated, or both in different bases, the source's weights are made plain and
+    then rotated as the file's are.
+
     Args:
         path: the Hugging Face model directory or GGUF file that it was converted from.
         converted: the GGUF file.
@@ -88,6 +100,7 @@ def verify(
     """
     model = open_model(path, adapters, keep_mtp=keep_mtp)
     file = GGUFSource(converted)
+    rotations = file.rotations
     names = {spec.name for spec in model.specs}
     if missing := sorted(names - file.tensors.keys()):
         raise TernError(f"{converted}: lacks {missing[0]}, which {path} gives; it is of another model")
@@ -102,9 +115,21 @@ def verify(
                 raise TernError(
                     f"{tensor.where} has shape {list(tensor.shape)}; {path} makes it {list(spec.shape)}"
                 )
-            target = Target(spec, type_by_id(tensor.type))
-            yield _compare(target, model.sources[spec.name], tensor, pool, n_threads)
+            sources = model.sources[spec.name]
+            stored, rotation = model.rotations.get(spec.name), rotations.get(spec.name)
+            if not _same_basis(stored, rotation):
+                spec = folded(spec, sources, rotation, stored)
+            finding = _compare(Target(spec, type_by_id(tensor.type)), sources, tensor, pool, n_threads)
+            if rotation is not None and finding.verdict is Verdict.DIFFERENT:
+                plain = replace(spec, function=None if stored is None else Fold(None, stored))
+                if _same_plain_weights(plain, sources, tensor, rotation):
+                    finding = replace(finding, verdict=Verdict.ROUNDED, first_difference=None)
+            yield finding
             advance(tensor.data.nbytes)
+
+
+def _same_basis(one: _core.Rotation | None, other: _core.Rotation | None) -> bool:
+    return one is other if one is None or other is None else one == other
 
 
 def _compare(
@@ -124,6 +149,29 @@ def _compare(
         finding = finding or Finding(tensor.name, target.type.name, Verdict.DIFFERENT, stats, difference)
     assert finding is not None
     return finding
+
+
+def _same_plain_weights(
+    spec: TensorSpec, sources: Sequence[Source], tensor: GGUFTensor, rotation: _core.Rotation
+) -> bool:
+    """Whether a rotated tensor stands for the plain weights of its sources, but for how those are rounded.
+
+    Rounding hides by how much a scale differs: the bits of a tensor that was folded from F16 weights may
+    differ from those that the F16 weights came from.
+    """
+    n_rows = spec.rows_per_source
+    rows_per_piece = max(1, _PIECE // spec.shape[-1])
+    for number, source in enumerate(sources):
+        for start in range(0, n_rows, rows_per_piece):
+            stop = min(start + rows_per_piece, n_rows)
+            expected = np.ascontiguousarray(as_float32(prepared_rows(spec, source, start, stop)))
+            stored = as_float32(tensor.rows[number * n_rows + start : number * n_rows + stop])
+            found = rotation.unrotate(stored, n_threads=1)
+            # The arithmetic of both, and what float16 loses of the smallest numbers.
+            slack = 4e-6 * np.abs(expected).max(axis=1, keepdims=True) + 2.0**-24
+            if not (np.abs(found - expected) <= unit_roundoff(expected) * np.abs(expected) + slack).all():
+                return False
+    return True
 
 
 def _verdict(stats: Stats) -> Verdict:
@@ -163,7 +211,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
         error = f"{finding.stats.relative_error:.2e}"
         if finding.verdict is Verdict.DIFFERENT:
             verdict, error = f"different from row {finding.first_difference} on", ""
-        elif finding.verdict is Verdict.EXACT:
+        elif finding.verdict in (Verdict.EXACT, Verdict.ROUNDED):
             error = ""
         table.add_row(printable(finding.name), finding.type_name, verdict, error)
     console.print(table)

@@ -22,10 +22,9 @@ from rich.text import Text
 
 from ggml_tern import _core
 from ggml_tern.convert.targets import kind_name
+from ggml_tern.errors import TernError
 from ggml_tern.gguf_files.digest import canonical_blocks
-from ggml_tern.gguf_files.reader import GGUFSource, GGUFTensor, printable
-
-ROTATION = "prism.hadamard."
+from ggml_tern.gguf_files.reader import HADAMARD, GGUFSource, GGUFTensor, printable
 
 #: Elements of an array that are told.
 _FIRST = 8
@@ -48,7 +47,8 @@ def describe(
         types: list of type, id, tensors, weights, bits_per_weight, bytes, zero_share, the type with the most
         weights first; zero_share is null without `stats` and for what is not ternary.
         legacy_q2_0: whether PQ2_0 blocks stand under the id of Q2_0.
-        rotation: null, or version, block_size, sign_mode, weights, inverse_weights.
+        rotation: null, or version, block_size, sign_mode, tied_output, gdn_v_grouped, weights,
+        inverse_weights, and error: null, or why no program will run the file.
         runs: stock, plugin (whether llama.cpp runs it, alone and with the plug-in), notes (list of lines).
         metadata: key to number, bool or string; for an array to its length and its first elements.
         tensors: list of name, type, shape (n_in last), bytes.
@@ -140,18 +140,36 @@ def _count_zeros(tensors: list[GGUFTensor], advance: Callable[[int], None]) -> d
 
 
 def _rotation(source: GGUFSource) -> dict[str, Any] | None:
-    if not any(key.startswith(ROTATION) for key in source.metadata):
+    """What the file says about its rotation. Where that breaks a rule, what can be made of it."""
+    if not source.is_rotated:
         return None
 
     def names(key: str) -> list[str]:
-        value = source.metadata.get(ROTATION + key)
+        value = source.metadata.get(HADAMARD + key)
         return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
     scalars = {
-        key: _json_value(source.metadata.get(ROTATION + key))
-        for key in ("version", "block_size", "sign_mode")
+        key: _json_value(source.metadata.get(HADAMARD + key))
+        for key in ("version", "block_size", "sign_mode", "tied_output", "gdn_v_grouped")
     }
-    return scalars | {"weights": names("weight_names"), "inverse_weights": names("inverse_weight_names")}
+    return scalars | {
+        "weights": names("weight_names"),
+        "inverse_weights": names("inverse_weight_names"),
+        "error": _rotation_error(source),
+    }
+
+
+def _rotation_error(source: GGUFSource) -> str | None:
+    """Why no program runs a rotated file, if none does."""
+    try:
+        rotations = source.rotations
+    except TernError as error:
+        return str(error).removeprefix(f"{source.path}: ")
+    for name in rotations:
+        tensor = source.tensors[name]
+        if tensor.type not in (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0):
+            return f"tensor {printable(name)} is rotated, and nothing undoes that in {tensor.type_name}"
+    return None
 
 
 def _runs(source: GGUFSource) -> dict[str, Any]:
@@ -169,8 +187,11 @@ def _runs(source: GGUFSource) -> dict[str, Any]:
             "your llama.cpp may not either"
         )
     if source.is_legacy:
-        stock = plugin = False
-        notes.append(f"its PQ2_0 blocks stand under the id of Q2_0, which is another type now; {repack}")
+        stock = False
+        notes.append(
+            "its PQ2_0 blocks stand under the id of Q2_0, which is another type now; the plug-in tells them "
+            f"apart, and {repack} mends it"
+        )
     if _core.TYPE_I2_S in types:
         stock = plugin = False
         notes.append(f"I2_S is a type of bitnet.cpp only; {repack}")
@@ -179,12 +200,13 @@ def _runs(source: GGUFSource) -> dict[str, Any]:
         notes.append(f"llama.cpp does not know {' and '.join(ours)}; the plug-in adds them")
     if _core.TYPE_Q2_0 in types:
         notes.append("Q2_0 needs ggml 0.20 or newer, or the plug-in")
-    if any(key.startswith(ROTATION) for key in source.metadata):
-        stock = plugin = False
-        notes.append(
-            "its weights are rotated, and neither llama.cpp nor the plug-in undoes that yet: it would load, "
-            "and talk nonsense"
-        )
+    if source.is_rotated:
+        stock = False
+        error = _rotation_error(source)
+        plugin = plugin and error is None
+        notes.append("its weights are rotated; the plug-in rotates what they are multiplied with")
+        if error is not None:
+            notes.append(f"the plug-in refuses it: {error}")
     if plugin:
         path = shlex.quote(str(source.parts[0].path))
         notes.append(f"`tern run llama-server -m {path}`" if not stock else f"`llama-server -m {path}`")
@@ -254,9 +276,13 @@ def _shown_rotation(rotation: dict[str, Any] | None) -> str:
     kinds = Counter(kind_name(name) for name in rotation["weights"])
     listed = ", ".join(f"{count} {printable(kind)}" for kind, count in kinds.items())
     inverse = "".join(f", inverse {printable(name)}" for name in rotation["inverse_weights"])
+    tied = ", tied" if rotation["tied_output"] else ""
+    grouped = ", ssm_out in grouped order" if rotation["gdn_v_grouped"] else ""
+    broken = "broken: " if rotation["error"] else ""
     return (
-        f"Hadamard, blocks of {rotation['block_size']}, signs {rotation['sign_mode']}, "
-        f"{kinds.total()} weights ({listed}){inverse}"
+        f"{broken}Hadamard, blocks of {_shown(rotation['block_size'])}, "
+        f"signs {_shown(rotation['sign_mode'])}, {kinds.total()} weights ({listed}){inverse}{tied}{grouped}, "
+        f"version {_shown(rotation['version'])}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from ggml_tern.errors import TernError
 from ggml_tern.gguf_files import i2_s
 
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+
+#: What the keys begin with that say how weights are rotated.
+HADAMARD = "prism.hadamard."
 
 #: What to tell of a file for which `GGUFSource.is_legacy` is true.
 LEGACY_NOTE = "read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0"
@@ -199,6 +203,35 @@ class GGUFSource:
     def architecture(self) -> str | None:
         value = self.metadata.get("general.architecture")
         return value if isinstance(value, str) else None
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether its keys say that weights are stored in a rotated basis."""
+        return any(key.startswith(HADAMARD) for key in self.metadata)
+
+    @cached_property
+    def hadamard(self) -> dict[str, Any] | None:
+        """What _core.read_hadamard says of it; None where no weight is rotated.
+
+        Raises TernError for keys that break a rule, and for a rotated model in parts, whose keys speak of
+        tensors that are elsewhere.
+        """
+        if not self.is_rotated:
+            return None
+        if len(self.parts) > 1:
+            raise TernError(
+                f"{self.path}: is a part of a rotated model; join the {len(self.parts)} parts first with "
+                "`tern repack`"
+            )
+        try:
+            return _core.read_hadamard(self.parts[0].path)
+        except _core.FormatError as error:
+            raise TernError(f"{self.path}: {error}") from None
+
+    @property
+    def rotations(self) -> dict[str, _core.Rotation]:
+        """The rotation of every tensor that is stored rotated, by its name. Raises what `hadamard` raises."""
+        return {} if self.hadamard is None else self.hadamard["rotations"]
 
     def files(self) -> list[Path]:
         """Every file that is read from: what an output must never overwrite."""

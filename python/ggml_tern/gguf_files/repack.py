@@ -1,7 +1,9 @@
-"""``tern repack``: the same ternary values in another ternary type, tensor by tensor, or not at all.
+"""``tern repack``: the same ternary values in another ternary type, tensor by tensor, or not at all; or a
+rotated model's weights in the plain basis, in F16 or F32.
 
 All metadata and all other tensors are copied byte for byte; of the header only types, offsets and
-general.file_type change. The parts of a split model become one file.
+general.file_type change, and where weights become plain, the keys of their rotation go. The parts of a split
+model become one file.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +22,12 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.atomic_file import AtomicFile, EarlySync, check_output
+from ggml_tern.convert.decoding import as_float32
 from ggml_tern.convert.targets import FILE_TYPES
 from ggml_tern.errors import TernError
 from ggml_tern.gguf_files import i2_s
 from ggml_tern.gguf_files.reader import (
+    HADAMARD,
     LEGACY_NOTE,
     SPLIT_COUNT,
     SPLIT_NO,
@@ -37,6 +41,13 @@ from ggml_tern.ordered import in_order
 #: The types that can be written, by the names of an option.
 TARGETS = {_core.type_name(type_id).lower(): type_id for type_id in _core.TERNARY_TYPES}
 
+#: The types that plain weights can be written in, and their numpy types.
+PLAIN_TARGETS = {"f16": _core.TYPE_F16, "f32": _core.TYPE_F32}
+_DTYPES = {_core.TYPE_F16: np.float16, _core.TYPE_F32: np.float32}
+
+#: The types in which the plug-in undoes a rotation.
+_FOLDED_TYPES = (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0)
+
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
 _PIECE = 1 << 20
 
@@ -49,12 +60,14 @@ class Report:
         output: the file, `size` bytes long.
         source: what it was made from.
         types: the type of each tensor in it, by name, in file order.
+        plain: of the tensors that become plain, the rotation, where they have one.
         notes: one line for each thing that the user should know.
     """
 
     output: Path
     source: GGUFSource
     types: dict[str, int]
+    plain: Mapping[str, _core.Rotation | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     size: int = 0
 
@@ -72,10 +85,10 @@ def repack(
     """Write `source` to the GGUF file `output` with every ternary tensor in the type `target`.
 
     A tensor whose rows the target's blocks do not divide goes to Q2_0, which holds any ternary tensor; a note
-    says so.
+    says so. Rotated tensors stay so.
 
     Args:
-        target: the id of a ternary type.
+        target: the id of a ternary type, of PQ2_0 or PTQ1_0 where tensors are rotated.
         force: replace an existing output.
         n_threads: threads that repack; 0 for one per core.
         start, advance: told the number of bytes of tensor data, first in total and then as they are written.
@@ -89,13 +102,61 @@ def repack(
             f"{source.path}: holds no ternary tensor, so there is nothing to repack; "
             "`ternconv` makes a ternary model of it"
         )
+    if source.is_rotated and target not in _FOLDED_TYPES:
+        raise TernError(
+            f"{source.path}: its weights are rotated, and nothing undoes that in {_core.type_name(target)}; "
+            "use --type pq2_0 or --type ptq1_0, or --unrotate for plain weights in F16"
+        )
     report = Report(output, source, {name: _fitting(t, target) for name, t in source.tensors.items()})
     report.notes = _notes(report, target)
+    _write(report, n_threads, start, advance)
+    return report
+
+
+def unrotate(
+    source: GGUFSource,
+    output: Path,
+    target: int,
+    *,
+    force: bool = False,
+    n_threads: int = 0,
+    start: Callable[[int], None] = lambda total: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Report:
+    """Write `source` to the GGUF file `output` with every rotated or ternary tensor plain, in the type
+    `target`, F16 or F32, and without the keys of the rotation.
+
+    The other arguments are those of `repack`.
+
+    Raises TernError for a file that is not rotated, keys that break a rule, a value that F16 cannot hold, and
+    an output that cannot be written; the output then does not exist, or is what it was.
+    """
+    check_output(output, source.files(), force)
+    if not source.is_rotated:
+        raise TernError(f"{source.path}: none of its weights is rotated, so there is nothing for --unrotate")
+    rotations = source.rotations
+    plain = {
+        name: rotations.get(name)
+        for name, tensor in source.tensors.items()
+        if tensor.is_ternary or name in rotations
+    }
+    types = {name: target if name in plain else tensor.type for name, tensor in source.tensors.items()}
+    report = Report(output, source, types, plain, _notes_on_source(source))
+    report.notes.append(f"{len(rotations)} rotated tensors are plain now, in {_core.type_name(target)}")
+    _write(report, n_threads, start, advance)
+    return report
+
+
+def _write(
+    report: Report, n_threads: int, start: Callable[[int], None], advance: Callable[[int], None]
+) -> None:
+    """Write the file of a report and note its size there."""
+    source = report.source
     sizes = [_nbytes(t, report.types[t.name]) for t in source.tensors.values()]
     alignment = source.parts[0].header["alignment"]
     header = _header(report, sizes, alignment)
 
-    with AtomicFile(output) as out:
+    with AtomicFile(report.output) as out:
         out.require_space(len(header) + sum(_padded(size, alignment) for size in sizes))
         start(sum(sizes))
         n_threads = n_threads or len(os.sched_getaffinity(0))
@@ -107,14 +168,13 @@ def repack(
         ):
             file.write(header)
             for tensor in source.tensors.values():
-                for piece in _pieces(tensor, report.types[tensor.name], pool, n_threads):
+                for piece in _pieces(tensor, report, pool, n_threads):
                     file.write(piece.data)
                     advance(piece.nbytes)
                     early.wrote(piece.nbytes)
                 file.write(bytes(-file.tell() % alignment))
         _verify(out.temporary, report, sizes)
         report.size = out.publish()
-    return report
 
 
 def _fitting(tensor: GGUFTensor, target: int) -> int:
@@ -124,12 +184,17 @@ def _fitting(tensor: GGUFTensor, target: int) -> int:
     return target if tensor.n_in % _core.block_size(target) == 0 else _core.TYPE_Q2_0
 
 
-def _notes(report: Report, target: int) -> list[str]:
+def _notes_on_source(source: GGUFSource) -> list[str]:
     notes: list[str] = []
-    if report.source.is_legacy:
+    if source.is_legacy:
         notes.append(LEGACY_NOTE)
-    if len(report.source.parts) > 1:
-        notes.append(f"joined the {len(report.source.parts)} parts of the model")
+    if len(source.parts) > 1:
+        notes.append(f"joined the {len(source.parts)} parts of the model")
+    return notes
+
+
+def _notes(report: Report, target: int) -> list[str]:
+    notes = _notes_on_source(report.source)
     widths = Counter(
         tensor.n_in
         for tensor in report.source.tensors.values()
@@ -151,6 +216,8 @@ def _header(report: Report, sizes: Sequence[int], alignment: int) -> bytes:
     all, as they are in the file, with types, offsets and general.file_type exchanged."""
     first = report.source.parts[0]
     dropped = {SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS} if len(report.source.parts) > 1 else set()
+    if report.plain:
+        dropped |= {name for name in first.header["key_extents"] if name.startswith(HADAMARD)}
     keys = [_key_bytes(first, name, report) for name in first.header["key_extents"] if name not in dropped]
     table: list[bytes] = []
     offset = 0
@@ -182,7 +249,8 @@ def _file_type(report: Report) -> int | None:
         if len(tensor.shape) > 1:
             weights[report.types[tensor.name]] += tensor.n_weights
     commonest = weights.most_common(1)[0][0]
-    return FILE_TYPES[commonest] if commonest in TARGETS.values() else None
+    chosen = {*TARGETS.values(), *(PLAIN_TARGETS.values() if report.plain else ())}
+    return FILE_TYPES[commonest] if commonest in chosen else None
 
 
 def _padded(nbytes: int, alignment: int) -> int:
@@ -190,7 +258,7 @@ def _padded(nbytes: int, alignment: int) -> int:
 
 
 def _nbytes(tensor: GGUFTensor, type_id: int) -> int:
-    if not tensor.is_ternary:
+    if type_id == tensor.type and not tensor.is_ternary:
         return tensor.data.nbytes
     return tensor.n_weights // _core.block_size(type_id) * _core.type_size(type_id)
 
@@ -207,16 +275,28 @@ def _verify(path: Path, report: Report, sizes: Sequence[int]) -> None:
     ]
     if found != meant:
         raise AssertionError(f"{path}: the file that was written does not read back as it was meant")
+    if report.source.is_rotated and not report.plain:
+        try:
+            # The parts of a model have tensors that the keys name in one place only now.
+            _core.read_hadamard(path)
+        except _core.FormatError as error:
+            raise TernError(f"{report.source.path}: {error}") from None
 
 
 # ---- the data ----
 
 
 def _pieces(
-    tensor: GGUFTensor, target: int, pool: ThreadPoolExecutor, n_threads: int
+    tensor: GGUFTensor, report: Report, pool: ThreadPoolExecutor, n_threads: int
 ) -> Iterator[NDArray[np.uint8]]:
     """A tensor's bytes in the output, piece by piece, in order."""
-    if not tensor.is_ternary:
+    target = report.types[tensor.name]
+    convert: Callable[[GGUFTensor, slice, int], NDArray[np.uint8]]
+    if tensor.name in report.plain:
+        convert = partial(_plain, rotation=report.plain[tensor.name])
+    elif tensor.is_ternary:
+        convert = transcoded
+    else:
         for begin in range(0, tensor.data.size, _PIECE):
             yield tensor.data[begin : begin + _PIECE]
         return
@@ -225,10 +305,27 @@ def _pieces(
         pool,
         n_threads,
         (
-            partial(transcoded, tensor, slice(begin, begin + rows), target)
+            partial(convert, tensor, slice(begin, begin + rows), target)
             for begin in range(0, tensor.n_rows, rows)
         ),
     )
+
+
+def _plain(
+    tensor: GGUFTensor, rows: slice, target: int, rotation: _core.Rotation | None
+) -> NDArray[np.uint8]:
+    """Some rows of a tensor in the plain basis, in F16 or F32: uint8, flat."""
+    values = as_float32(tensor.rows[rows])
+    if rotation is not None:
+        values = rotation.unrotate(values, n_threads=1)
+    with np.errstate(over="ignore"):
+        plain = values.astype(_DTYPES[target])
+    if not np.isfinite(plain).all():
+        raise TernError(
+            f"{tensor.where}: holds weights of up to {np.abs(values).max():g}, too large for "
+            f"{_core.type_name(target)}; use --type f32"
+        )
+    return plain.view(np.uint8).reshape(-1)
 
 
 def transcoded(tensor: GGUFTensor, rows: slice, target: int) -> NDArray[np.uint8]:

@@ -41,7 +41,7 @@ class TensorSpec:
             order.
         column_order: the same for the elements of every row.
         shift: added to every element, in float32.
-        function: then applied to every element, in float32 (such as A = -exp(A_log)).
+        function: then applied to the rows, in float32 (such as A = -exp(A_log), or a rotation).
         values: the content of a computed tensor.
     """
 
@@ -73,6 +73,8 @@ class Architecture(ABC):
         vocab_size: rows of the embedding.
         tied: whether the head is the embedding.
         n_mtp_blocks: the number of blocks of a multi-token prediction head, which follow the others.
+        value_heads: of a Gated DeltaNet, the key heads and the value heads, which stand in another order in
+            checkpoints than in llama.cpp; None without one.
         notes: one line for each thing that llama.cpp will do otherwise, or that is left out.
     """
 
@@ -82,6 +84,7 @@ class Architecture(ABC):
     tied_by_default: ClassVar[bool]
     #: What is not converted: a part of the tensors' names, and what it is.
     left_out: Mapping[str, str] = {}
+    value_heads: tuple[int, int] | None = None
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -66,6 +66,7 @@ class Qwen35(Decoder):
                 f"linear_num_value_heads is {self.n_value_heads}; expected a multiple of "
                 f"linear_num_key_heads, {self.n_key_heads}"
             )
+        self.value_heads = self.n_key_heads, self.n_value_heads
 
     def _read_layer_types(self) -> list[bool]:
         """For each layer, whether it is a Gated DeltaNet."""

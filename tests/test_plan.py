@@ -1,0 +1,556 @@
+"""tern plan: its sums against sums by hand and what llama-server allocates; its words and exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ggml_tern.cli import cli
+from ggml_tern.errors import TernError
+from ggml_tern.runtime import host
+from ggml_tern.runtime.plan import (
+    KV_TYPES,
+    largest_context,
+    plan,
+    read_model,
+    tiled_bytes,
+    trade_offs,
+)
+from reference import gguf_files as files
+
+TERN = str(Path(sys.executable).parent / "tern")
+MIB = 1 << 20
+
+F32, BF16, Q8_0, Q2_0, PQ2_0, PTQ1_0 = 0, 30, 8, 42, 142, 143
+#: Weights in a block and its bytes.
+BLOCKS = {F32: (1, 4), BF16: (1, 2), Q8_0: (32, 34), Q2_0: (64, 18), PQ2_0: (128, 34), PTQ1_0: (128, 28)}
+
+
+@dataclass
+class Header:
+    """A GGUF file whose data is one hole: keys of its architecture, and tensors as name -> (type, shape)."""
+
+    architecture: str
+    keys: dict[str, Any]
+    tensors: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    n_vocab: int = 300
+
+    def add(self, type_id: int, **shapes: tuple[int, ...]) -> None:
+        """Weights; in a name, __ stands for a dot."""
+        self.tensors |= {
+            f"{name.replace('__', '.')}.weight": (type_id, shape) for name, shape in shapes.items()
+        }
+
+    def write(self, path: Path, **changes: Any) -> Path:
+        """Changes to the architecture's keys; None takes one out."""
+        keys = {key: value for key, value in (self.keys | changes).items() if value is not None}
+        metadata = {"general.architecture": self.architecture, "general.name": "made by hand"}
+        metadata |= {f"{self.architecture}.{key}": value for key, value in keys.items()}
+        metadata |= tokenizer(self.n_vocab)
+        table, offset = b"", 0
+        for name, (type_id, shape) in self.tensors.items():
+            block, nbytes = BLOCKS[type_id]
+            table += files.string(name) + struct.pack("<I", len(shape))
+            table += struct.pack(f"<{len(shape)}Q", *reversed(shape)) + struct.pack("<IQ", type_id, offset)
+            offset += -(-int(np.prod(shape)) // block * nbytes // 32) * 32
+        pairs = b"".join(files.string(key) + files.value(value) for key, value in metadata.items())
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(metadata)) + pairs + table
+        with path.open("wb") as file:
+            file.write(head + bytes(-len(head) % 32))
+            file.truncate(file.tell() + offset)
+        return path
+
+
+def tokenizer(n_vocab: int) -> dict[str, Any]:
+    """Bytes as byte-level BPE spells them, and tokens that no text has."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(byte) for byte in printing] + [chr(256 + i) for i in range(256 - len(printing))]
+    tokens = [*letters, "<end>", *(f"<unused {i}>" for i in range(n_vocab - 257))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 256,
+        "tokenizer.ggml.eos_token_id": 256,
+    }
+
+
+def decoder_header(architecture: str, n_layers: int = 2, **keys: Any) -> Header:
+    """A decoder of plain attention layers, 256 wide, with 4 heads of 64 and 2 KV heads, in PTQ1_0."""
+    made = Header(
+        architecture,
+        {
+            "context_length": 8192,
+            "embedding_length": 256,
+            "block_count": n_layers,
+            "feed_forward_length": 1024,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 2,
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 10000.0,
+        }
+        | keys,
+    )
+    made.add(PTQ1_0, token_embd=(300, 256))
+    made.add(F32, output_norm=(256,))
+    for n in range(n_layers):
+        block = f"blk__{n}__"
+        made.add(F32, **{f"{block}attn_norm": (256,), f"{block}ffn_norm": (256,)})
+        made.add(PTQ1_0, **{f"{block}attn_q": (256, 256), f"{block}attn_output": (256, 256)})
+        made.add(PTQ1_0, **{f"{block}attn_k": (128, 256), f"{block}attn_v": (128, 256)})
+        made.add(PTQ1_0, **{f"{block}ffn_gate": (1024, 256), f"{block}ffn_up": (1024, 256)})
+        made.add(PTQ1_0, **{f"{block}ffn_down": (256, 1024)})
+        if architecture in ("qwen3", "gemma3"):
+            made.add(F32, **{f"{block}attn_q_norm": (64,), f"{block}attn_k_norm": (64,)})
+        if architecture == "gemma3":
+            made.add(F32, **{f"{block}post_attention_norm": (256,), f"{block}post_ffw_norm": (256,)})
+    return made
+
+
+def hybrid_header(
+    n_layers: int,
+    type_id: int,
+    n_embd: int,
+    n_ff: int,
+    heads: tuple[int, int, int],
+    delta_net: tuple[int, int, int],
+    n_vocab: int = 300,
+    **keys: Any,
+) -> Header:
+    """A qwen35: three Gated DeltaNets, then one attention layer. heads: query heads, KV heads, width of one;
+    delta_net: key heads, value heads, width of one."""
+    n_q, n_kv, head = heads
+    key_heads, value_heads, state = delta_net
+    key, value = key_heads * state, value_heads * state
+    made = Header(
+        "qwen35",
+        {
+            "context_length": 262144,
+            "embedding_length": n_embd,
+            "block_count": n_layers,
+            "feed_forward_length": n_ff,
+            "attention.head_count": n_q,
+            "attention.head_count_kv": n_kv,
+            "attention.key_length": head,
+            "attention.value_length": head,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 1e7,
+            "rope.dimension_count": head // 4,
+            "rope.dimension_sections": [head // 16, head // 16, 0, 0],
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": state,
+            "ssm.group_count": key_heads,
+            "ssm.time_step_rank": value_heads,
+            "ssm.inner_size": value,
+            "full_attention_interval": 4,
+        }
+        | keys,
+        n_vocab=n_vocab,
+    )
+    made.add(type_id, token_embd=(n_vocab, n_embd), output=(n_vocab, n_embd))
+    made.add(F32, output_norm=(n_embd,))
+    for n in range(n_layers):
+        block = f"blk__{n}__"
+        made.add(F32, **{f"{block}attn_norm": (n_embd,), f"{block}post_attention_norm": (n_embd,)})
+        made.add(type_id, **{f"{block}ffn_gate": (n_ff, n_embd), f"{block}ffn_up": (n_ff, n_embd)})
+        made.add(type_id, **{f"{block}ffn_down": (n_embd, n_ff)})
+        if n % 4 == 3:
+            made.add(type_id, **{f"{block}attn_q": (2 * n_q * head, n_embd)})
+            made.add(type_id, **{f"{block}attn_k": (n_kv * head, n_embd)})
+            made.add(type_id, **{f"{block}attn_v": (n_kv * head, n_embd)})
+            made.add(type_id, **{f"{block}attn_output": (n_embd, n_q * head)})
+            made.add(F32, **{f"{block}attn_q_norm": (head,), f"{block}attn_k_norm": (head,)})
+            continue
+        made.add(type_id, **{f"{block}attn_qkv": (2 * key + value, n_embd)})
+        made.add(type_id, **{f"{block}attn_gate": (value, n_embd), f"{block}ssm_out": (n_embd, value)})
+        made.add(
+            BF16, **{f"{block}ssm_alpha": (value_heads, n_embd), f"{block}ssm_beta": (value_heads, n_embd)}
+        )
+        made.add(F32, **{f"{block}ssm_conv1d": (2 * key + value, 4), f"{block}ssm_norm": (state,)})
+        made.tensors |= {
+            f"blk.{n}.ssm_dt.bias": (F32, (value_heads,)),
+            f"blk.{n}.ssm_a": (F32, (value_heads,)),
+        }
+    return made
+
+
+def released_27b(type_id: int) -> Header:
+    """The shape of Ternary-Bonsai-2-27B."""
+    return hybrid_header(64, type_id, 5120, 17408, (24, 4, 256), (16, 48, 128), n_vocab=248320)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Arithmetic
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_id", [PQ2_0, PTQ1_0])
+def test_the_released_27b(tmp_path: Path, type_id: int) -> None:
+    """7.2 GB of weights, 64 KiB of KV cache a token, and 48 states; whichever type the file has."""
+    header = released_27b(type_id)
+    assert len(header.tensors) == 851
+    path = header.write(tmp_path / "27b.gguf")
+    assert path.stat().st_blocks * 512 < 64 * MIB  # a hole: no test writes 7 GB
+    model = read_model(path)
+    attention = 5120 * (12288 + 2 * 1024) + 6144 * 5120
+    delta_net = 5120 * (10240 + 6144) + 6144 * 5120
+    n_ternary = 2 * 248320 * 5120 + 64 * 3 * 17408 * 5120 + 16 * attention + 48 * delta_net
+    assert model.tiles == n_ternary * 17 // 64 + 402 * 64
+    n_float = 5120 + 64 * 2 * 5120 + 16 * 2 * 256 + 48 * (4 * 10240 + 128 + 2 * 48)
+    assert model.mapped == 4 * n_float + 2 * 48 * 2 * 48 * 5120
+    assert model.tiles + model.mapped == pytest.approx(7.2e9, rel=2e-3)
+
+    planned = plan(model, 8192, parallel=1)
+    assert planned.kv_cache == 64 * 1024 * 8192
+    assert planned.window_cache == 0
+    assert planned.state == 48 * 4 * (3 * (6144 + 2 * 16 * 128) + 128 * 6144)
+    assert plan(model, 8192).state == 4 * planned.state
+    assert plan(model, 8192, "q8_0", 1).kv_cache == 64 * 1024 * 8192 * 17 // 32
+    assert plan(model, 8192, "q5_0", 1).kv_cache == 64 * 1024 * 8192 * 11 // 32
+    assert plan(model, 8192, "q4_0", 1).kv_cache == 64 * 1024 * 8192 * 9 // 32
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "bitnet"])
+def test_full_attention(tmp_path: Path, architecture: str) -> None:
+    model = read_model(decoder_header(architecture, 3).write(tmp_path / "m.gguf"))
+    planned = plan(model, 1000, parallel=1)
+    # 1000 tokens are rounded up to 1024, of 3 layers with keys and values of 2 heads of 64 in two bytes each.
+    assert planned.context == 1024
+    assert planned.kv_cache == 1024 * 3 * (2 * 64 + 2 * 64) * 2
+    assert (planned.window_cache, planned.state, planned.parallel) == (0, 0, 1)
+    # Tiles of 8 rows: 2 bits a weight, fp16 scales for 128, filled up to 64 bytes; 300 rows make 38 tiles.
+    per_256 = 8 * 256 // 4 + 2 * 8 * 2 + 32
+    per_1024 = 8 * 1024 // 4 + 8 * 8 * 2
+    rows_of_256 = 2 * 256 + 2 * 128 + 2 * 1024
+    layer = rows_of_256 // 8 * per_256 + 256 // 8 * per_1024 + 7 * 64
+    assert model.tiles == 38 * per_256 + 64 + 3 * layer
+    assert planned.total == sum(
+        (model.tiles, model.mapped, planned.kv_cache, planned.compute, planned.process)
+    )
+
+
+def test_heads_by_default_and_by_layer(tmp_path: Path) -> None:
+    """Without lengths a head is the width by the heads; without KV heads there are as many as heads."""
+    plain = decoder_header("llama", 2)
+    path = plain.write(
+        tmp_path / "m.gguf",
+        **{"attention.key_length": None, "attention.value_length": None, "attention.head_count_kv": None},
+    )
+    assert plan(read_model(path), 256, parallel=1).kv_cache == 256 * 2 * (256 + 256) * 2
+    path = plain.write(tmp_path / "m.gguf", **{"attention.head_count_kv": [1, 4]})
+    assert plan(read_model(path), 256, parallel=1).kv_cache == 256 * (1 + 4) * (64 + 64) * 2
+
+
+def test_conversations_share_or_split_the_context(tmp_path: Path) -> None:
+    model = read_model(decoder_header("qwen3").write(tmp_path / "m.gguf"))
+    assert plan(model, 2000).context == 2048
+    assert plan(model, 2000).kv_cache == plan(model, 2048, parallel=1).kv_cache
+    # 2048 / 3 = 682, which each of the three has rounded up to 768.
+    assert plan(model, 2000, parallel=3).context == 3 * 768
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [
+        (None, [0, 1, 2, 3, 4, 6]),  # every sixth layer attends to all, unless the file says otherwise
+        (2, [0, 2, 4, 6]),
+        ([True, False, True, True, True, True, True], [0, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_sliding_windows(tmp_path: Path, pattern: Any, windows: list[int]) -> None:
+    header = decoder_header("gemma3", 7, **{"attention.sliding_window": 512})
+    path = header.write(tmp_path / "m.gguf", **{"attention.sliding_window_pattern": pattern})
+    model = read_model(path)
+    assert [n for n, layer in enumerate(model.attention) if layer.window == 512] == windows
+    a_token = (128 + 128) * 2
+    alone, shared = plan(model, 8192, parallel=1), plan(model, 8192)
+    assert alone.kv_cache == shared.kv_cache == (7 - len(windows)) * 8192 * a_token
+    # A window, and the tokens of one pass, rounded up; of one conversation, and of four.
+    assert alone.window_cache == len(windows) * 1024 * a_token
+    assert shared.window_cache == len(windows) * 2560 * a_token
+    assert plan(model, 8192, parallel=2).window_cache == 2 * alone.window_cache
+    assert plan(model, 256, parallel=1).window_cache == len(windows) * 256 * a_token
+
+
+def test_no_window_is_full_attention(tmp_path: Path) -> None:
+    model = read_model(decoder_header("gemma3", 7).write(tmp_path / "m.gguf"))
+    assert {layer.window for layer in model.attention} == {None}
+
+
+def small_hybrid(**keys: Any) -> Header:
+    return hybrid_header(4, PQ2_0, 256, 512, (4, 2, 64), (2, 6, 64), **keys)
+
+
+def test_recurrent_layers(tmp_path: Path) -> None:
+    """One by one where the file lists them; without the head that predicts a second token."""
+    plain = read_model(small_hybrid().write(tmp_path / "plain.gguf"))
+    assert (len(plain.recurrent), len(plain.attention)) == (3, 1)
+    default = read_model(small_hybrid(full_attention_interval=None).write(tmp_path / "default.gguf"))
+    assert len(default.recurrent) == 3
+    listed = {"attention.recurrent_layers": [True, False, False, True], "full_attention_interval": None}
+    assert len(read_model(small_hybrid(**listed).write(tmp_path / "listed.gguf")).recurrent) == 2
+
+    header = small_hybrid(nextn_predict_layers=1, block_count=5)
+    header.add(PQ2_0, blk__4__attn_q=(512, 256), blk__4__nextn__eh_proj=(256, 512))
+    with_head = read_model(header.write(tmp_path / "mtp.gguf"))
+    assert plan(with_head, 1024) == plan(plain, 1024)
+
+
+def test_experts_and_other_types(tmp_path: Path) -> None:
+    """A stack of experts has a header for each; what is not ternary is mapped as it is."""
+    header = decoder_header("qwen3moe", 1, expert_count=5, expert_used_count=2)
+    before = read_model(header.write(tmp_path / "before.gguf"))
+    header.add(PQ2_0, blk__0__ffn_up_exps=(5, 24, 256))
+    header.add(Q2_0, blk__0__ffn_gate_exps=(5, 24, 64))
+    header.add(Q8_0, output=(300, 256))
+    after = read_model(header.write(tmp_path / "after.gguf"))
+    per_256, per_64 = 576, 8 * 64 // 4 + 8 * 2 + 48
+    assert after.tiles - before.tiles == 5 * (64 + 3 * per_256) + 5 * (64 + 3 * per_64)
+    assert after.mapped - before.mapped == 300 * 256 // 32 * 34
+
+
+def test_tiles_of_odd_shapes(tmp_path: Path, rng: np.random.Generator) -> None:
+    n_out, groups = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+    header = decoder_header("llama", 1)
+    header.add(PTQ1_0, blk__0__odd=(n_out, groups * 128))
+    from ggml_tern.gguf_files.reader import GGUFSource
+
+    tensor = GGUFSource(header.write(tmp_path / "m.gguf")).tensors["blk.0.odd.weight"]
+    tile = -(-(8 * groups * 128 // 4 + 8 * groups * 2) // 64) * 64
+    assert tiled_bytes(tensor) == 64 + -(-n_out // 8) * tile
+
+
+def test_largest_context(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The step before the first that does not fit."""
+    model = read_model(small_hybrid().write(tmp_path / "m.gguf"))
+    for parallel in (None, 1, 3):
+        for kv_type in KV_TYPES:
+            least = plan(model, 256, kv_type, parallel).total
+            memory = least + int(rng.integers(1, 200 * MIB))
+            found = largest_context(model, memory, kv_type, parallel)
+            step = 256 * (parallel or 1)
+            assert found > 0 and found % step == 0
+            assert plan(model, found, kv_type, parallel).total <= memory
+            assert plan(model, found + step, kv_type, parallel).total > memory or found + step > 262144
+            assert largest_context(model, least - 1, kv_type, 1 if parallel == 1 else None) in (0, 256)
+    assert largest_context(model, 10**12) == 262144
+    assert largest_context(model, 1) == 0
+
+
+def test_heads_that_do_not_divide_into_blocks(tmp_path: Path) -> None:
+    path = decoder_header("llama").write(
+        tmp_path / "m.gguf", **{"attention.key_length": 40, "attention.value_length": 40}
+    )
+    model = read_model(path)
+    with pytest.raises(TernError, match=r"m\.gguf: its heads .* q8_0, of 32; use --kv f16"):
+        plan(model, 256, "q8_0")
+    assert list(trade_offs(model, 10**9)["parallel_1"]) == ["f16"]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What llama-server says
+# ------------------------------------------------------------------------------------------------------------
+
+
+def buffers_of_llama_server(model: Path, *arguments: str) -> dict[str, float]:
+    """MiB of every kind of buffer in the log of a stock llama-server with the plug-in."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [str(host.llama_cpp_dir() / "llama-server"), "-m", str(model), "--port", port]
+    process = subprocess.Popen(
+        [*command, "--verbose", "--no-warmup", "--fit", "off", "--threads", "1", *arguments],
+        env=host.host_environment(stock=False),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    found: dict[str, float] = {}
+    log = []
+    with process.stdout as lines:
+        for line in lines:
+            log.append(line)
+            match = re.search(r": +(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB", line)
+            if match is not None:
+                kind = "tiles" if match[1] == "TERN_TILES" else match[2]
+                found[kind] = found.get(kind, 0) + float(match[3])
+            if "listening on" in line:
+                process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL, "".join(log[-20:])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("header", "arguments", "context", "kv_type", "parallel"),
+    [
+        (decoder_header("qwen3"), ["-c", "2000"], 2000, "f16", None),
+        (decoder_header("llama"), ["-c", "4096", "-np", "3"], 4096, "f16", 3),
+        (
+            decoder_header("gemma3", 7, **{"attention.sliding_window": 128}),
+            ["-c", "3000"],
+            3000,
+            "f16",
+            None,
+        ),
+        (small_hybrid(), ["-c", "4096", "-np", "2", "-ctk", "q8_0", "-ctv", "q8_0"], 4096, "q8_0", 2),
+        (small_hybrid(), ["-c", "8192"], 8192, "f16", None),
+    ],
+    ids=["qwen3", "llama in 3 parts", "gemma3", "qwen35 q8_0", "qwen35"],
+)
+def test_llama_server_allocates_what_is_planned(
+    tmp_path: Path, header: Header, arguments: list[str], context: int, kv_type: str, parallel: int | None
+) -> None:
+    path = header.write(tmp_path / "m.gguf")
+    model = read_model(path)
+    planned = plan(model, context, kv_type, parallel)
+    found = buffers_of_llama_server(path, *arguments)
+    # llama.cpp says them in hundredths of a MiB.
+    assert found["tiles"] == pytest.approx(planned.tiles / MIB, abs=0.006)
+    assert found["KV"] == pytest.approx((planned.kv_cache + planned.window_cache) / MIB, abs=0.011)
+    assert found.get("RS", 0) == pytest.approx(planned.state / MIB, abs=0.006)
+    # The estimate, without the plug-in's own part of it.
+    estimate = planned.compute / MIB - 512 * model.quantized / MIB
+    assert found["compute"] + found["output"] == pytest.approx(estimate, rel=0.2)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The command
+# ------------------------------------------------------------------------------------------------------------
+
+
+def tern_plan(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TERN, "plan", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+
+
+def test_table(tmp_path: Path) -> None:
+    path = released_27b(PTQ1_0).write(tmp_path / "27b.gguf")
+    result = tern_plan(path, "--context", "8192", "--parallel", "1")
+    assert result.returncode == 0 and result.stderr == ""
+    words = " ".join(result.stdout.split())
+    assert "27b.gguf: qwen35, made by hand 8,192 tokens of context in equal parts for 1 conversation" in words
+    assert "ternary weights 7,137.3" in words
+    assert "KV cache 536.9 16 layers in f16: 64 KiB a token" in words
+    assert "recurrent state 156.9 48 layers: 156.9 MB a conversation" in words
+    assert "checkpoints of 156.9 MB" in words
+    assert "window KV cache" not in words and "largest" not in words
+
+
+def test_memory_decides_the_exit_code(tmp_path: Path) -> None:
+    path = small_hybrid().write(tmp_path / "m.gguf")
+    needed = plan(read_model(path), 4096).total
+    enough = f"{needed / 1e6 + 0.01:.2f}MB"
+    fits = tern_plan(path, "--context", "4096", "--memory", enough)
+    assert fits.returncode == 0 and "\nfits into" in fits.stdout
+    small = tern_plan(path, "--context", "4352", "--memory", enough)
+    assert small.returncode == 1 and "\ndoes not fit into" in small.stdout and small.stderr == ""
+    # Without a context it is the largest that fits.
+    largest = tern_plan(path, "--memory", enough)
+    assert largest.returncode == 0 and "\n4,096 tokens of context" in largest.stdout
+    nothing = tern_plan(path, "--memory", "1MB")
+    assert nothing.returncode == 1 and re.search(r"--parallel 1( +none){4}", nothing.stdout)
+
+
+def test_json(tmp_path: Path) -> None:
+    path = small_hybrid().write(tmp_path / "m.gguf")
+    result = tern_plan(path, "--memory", "1GiB", "--context", "2048", "--kv", "q8_0", "--json")
+    assert result.returncode == 0 and result.stderr == ""
+    found = json.loads(result.stdout)
+    planned = plan(read_model(path), 2048, "q8_0")
+    assert found["total"] == planned.total and found["kv_cache"] == planned.kv_cache
+    assert (found["memory"], found["fits"], found["parallel"]) == (2**30, True, 4)
+    assert found["largest_context"]["parallel_4_shared"]["q4_0"] == largest_context(
+        read_model(path), 2**30, "q4_0"
+    )
+    without = json.loads(tern_plan(path, "--json").stdout)
+    assert without["context"] == 262144
+    assert without["memory"] is without["fits"] is without["largest_context"] is None
+
+
+@pytest.mark.parametrize("size", ["6", "6KB", "-6GB", "six GB", "6GBs", "nanGB"])
+def test_sizes_that_are_none(tmp_path: Path, size: str) -> None:
+    path = decoder_header("llama").write(tmp_path / "m.gguf")
+    result = CliRunner().invoke(cli, ["plan", str(path), f"--memory={size}"])
+    assert result.exit_code == 2 and "give one like 6GB" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("6GB", 6 * 10**9), ("6GiB", 6 << 30), ("5.5 GiB", 11 << 29), ("800mb", 8 * 10**8), ("1MiB", 1 << 20)],
+)
+def test_sizes(tmp_path: Path, size: str, expected: int) -> None:
+    path = decoder_header("llama").write(tmp_path / "m.gguf")
+    result = CliRunner().invoke(cli, ["plan", str(path), "--memory", size, "--json"])
+    assert json.loads(result.output)["memory"] == expected
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    result = tern_plan(tmp_path / "missing.gguf")
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == f"tern: {tmp_path}/missing.gguf: no such file\n"
+
+
+def refusal(path: Path) -> str:
+    """What the command prints as its one line."""
+    with pytest.raises(TernError) as error:
+        read_model(path)
+    line = str(error.value)
+    assert "\n" not in line and line.startswith(f"{path}: ")
+    return line
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("no model\n")
+    assert "not a GGUF file" in refusal(text)
+    assert "is a directory" in refusal(tmp_path)
+    made = decoder_header("llama")
+    cut = made.write(tmp_path / "cut.gguf")
+    with cut.open("r+b") as file:
+        file.truncate(cut.stat().st_size - 100_000)
+    refusal(cut)
+    nothing = Header("llama", made.keys)
+    assert "holds no weights" in refusal(nothing.write(tmp_path / "vocabulary.gguf"))
+    assert "is a vision projector" in refusal(Header("clip", {}).write(tmp_path / "mmproj.gguf"))
+    assert "no general.architecture" in refusal(files.write(tmp_path / "no.gguf", {"a": 1}, []))
+    adapter = files.write(
+        tmp_path / "lora.gguf", {"general.architecture": "llama", "general.type": "adapter"}, []
+    )
+    assert "general.type adapter" in refusal(adapter)
+    unknown = decoder_header("mamba\x1b[31m").write(tmp_path / "mamba.gguf")
+    assert r"architecture mamba\x1b[31m" in refusal(unknown) and "known are bitnet, gemma3" in refusal(
+        unknown
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("block_count", None, "llama.block_count is missing; expected an integer from 1 on"),
+        ("block_count", 0, "llama.block_count is 0; expected"),
+        ("context_length", "long", "llama.context_length is long; expected"),
+        ("attention.head_count", 2.5, "llama.attention.head_count is 2.5; expected"),
+        ("attention.head_count_kv", [2], "llama.attention.head_count_kv is .*; expected 2 integers"),
+        ("attention.head_count", ["a", "b"], "llama.attention.head_count is .*; expected 2 integers"),
+        ("embedding_length", True, "llama.embedding_length is True; expected"),
+    ],
+)
+def test_broken_keys(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    path = decoder_header("llama").write(tmp_path / "m.gguf", **{key: value})
+    assert re.search(expected, refusal(path))
