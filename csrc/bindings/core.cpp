@@ -756,7 +756,7 @@ H(s * P(x)) of every row of x, float32 [n_rows, n_in]: activations, or plain wei
 in the kernels.)")
         .def("unrotate", &unrotate, py::arg("z"), py::arg("n_threads") = 0, R"(
 P^-1(s * H(z)) of every row of z, float32 [n_rows, n_in]: the plain weights that stored ones stand for.)")
-        .def("__eq__", [](const Rotation & a, const Rotation & b) { return a == b; });
+        .def("__eq__", [](const Rotation & a, const Rotation & b) { return a == b; }, py::is_operator());
     m.def("read_hadamard", &read_hadamard, py::arg("path"), R"(
 The contract of a GGUF file with Hadamard-rotated weights (keys prism.hadamard.*), or None for one without.
 

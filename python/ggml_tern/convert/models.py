@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -226,9 +225,5 @@ def _role(tensor: GGUFTensor) -> Role:
 
 def _value_types(part: Part, key: str) -> tuple[gguf.GGUFValueType, gguf.GGUFValueType | None]:
     """The type of a key's value, and that of the elements of an array."""
-    begin, _ = part.header["key_extents"][key]
-    at = begin + 8 + len(key.encode())
-    kind, element = struct.unpack("<II", part.data[at : at + 8].tobytes())
-    if kind != gguf.GGUFValueType.ARRAY:
-        return gguf.GGUFValueType(kind), None
-    return gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(element)
+    kind, element = part.header["key_types"][key]
+    return gguf.GGUFValueType(kind), None if element is None else gguf.GGUFValueType(element)

@@ -117,7 +117,7 @@ def verify(
                 )
             sources = model.sources[spec.name]
             stored, rotation = model.rotations.get(spec.name), rotations.get(spec.name)
-            if not _same_basis(stored, rotation):
+            if stored != rotation:
                 spec = folded(spec, sources, rotation, stored)
             finding = _compare(Target(spec, type_by_id(tensor.type)), sources, tensor, pool, n_threads)
             if rotation is not None and finding.verdict is Verdict.DIFFERENT:
@@ -126,10 +126,6 @@ def verify(
                     finding = replace(finding, verdict=Verdict.ROUNDED, first_difference=None)
             yield finding
             advance(tensor.data.nbytes)
-
-
-def _same_basis(one: _core.Rotation | None, other: _core.Rotation | None) -> bool:
-    return one is other if one is None or other is None else one == other
 
 
 def _compare(
