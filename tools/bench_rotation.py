@@ -3,8 +3,8 @@
     python tools/bench_rotation.py               # PQ2_0 and PTQ1_0, and docs/benchmarks/DATE-rotation.md
     python tools/bench_rotation.py --rounds 3 --type pq2_0
 
-Every round runs the stock llama-bench once for each file in turn, plain before rotated and then the other way
-round, so that whatever else the machine does hits both alike. Both files of a type hold the same trits, and
+Every round calls the stock llama-bench once for each file in turn, plain before rotated and then the other
+way round, so that whatever else the machine does hits both alike. Both files of a type hold the same trits, and
 so the kernels do the same work but for the rotation.
 """
 
@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from benchmarking import LlamaBench, Samples, markdown, out_option, spread, synthetic, write_report
 
-N_PROMPT, N_GENERATE = 128, 64
+N_PROMPT, N_GENERATE, REPETITIONS = 128, 64, 4
 TARGET = 0.95
 
 
@@ -53,7 +53,7 @@ def table(pairs: list[Pair]) -> str:
             ):
                 cells += [f"{statistics.median(got):.1f}{spread(got)}", f"{ratio(got, base):.3f}"]
             rows.append([f"{pair.type_name.upper()}, {name}", *cells, f"{len(samples.decode)}"])
-    columns = ["", f"pp{N_PROMPT} t/s", "ratio", f"tg{N_GENERATE} t/s", "ratio", "rounds"]
+    columns = ["", f"pp{N_PROMPT} t/s", "ratio", f"tg{N_GENERATE} t/s", "ratio", "samples"]
     return markdown(columns, rows)
 
 
@@ -72,7 +72,7 @@ def table(pairs: list[Pair]) -> str:
 @out_option
 def main(rounds: int, threads: int, types: tuple[str, ...], out: Path) -> None:
     pairs = [Pair(t, synthetic("--type", t), synthetic("--type", t, "--rotate")) for t in types]
-    bench = LlamaBench(N_PROMPT, N_GENERATE, threads)
+    bench = LlamaBench(N_PROMPT, N_GENERATE, threads, REPETITIONS)
     load = os.getloadavg()[0]
     console = Console()
     processor = ""
@@ -103,7 +103,7 @@ def main(rounds: int, threads: int, types: tuple[str, ...], out: Path) -> None:
         "What the rotation costs",
         "Synthetic Qwen3 0.6B (`tools/make_synthetic.py`, with and without `--rotate`), the same trits in\n"
         f"both files of a type. Rounds of the stock `llama-bench {' '.join(bench.arguments)}` with the\n"
-        "plug-in, files in turn; median ± standard deviation over the rounds; ratios of the medians.\n"
+        "plug-in, files in turn; median ± standard deviation over all samples; ratios of the medians.\n"
         "Written by `tools/bench_rotation.py`.",
         [f"{processor}, {threads} threads, load average at the start {load:.2f}"],
         text,

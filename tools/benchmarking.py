@@ -36,7 +36,7 @@ def synthetic(*arguments: str) -> Path:
 
 @dataclass
 class Samples:
-    """Tokens per second, one sample a round."""
+    """Tokens per second."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
@@ -44,18 +44,21 @@ class Samples:
 
 @dataclass(frozen=True)
 class LlamaBench:
-    """A stock llama-bench that runs every test once: a prompt of n_prompt tokens, n_generate tokens."""
+    """A stock llama-bench that runs two tests: a prompt of n_prompt tokens, then n_generate tokens. What the
+    machine does besides lasts for seconds, so a test is repeated little and llama-bench is called often."""
 
     n_prompt: int
     n_generate: int
     threads: int
+    repetitions: int = 1
 
     @property
     def arguments(self) -> list[str]:
-        return f"-p {self.n_prompt} -n {self.n_generate} -t {self.threads} -r 1".split()
+        return f"-p {self.n_prompt} -n {self.n_generate} -t {self.threads} -r {self.repetitions}".split()
 
     def measure(self, model: Path, samples: Samples, *, stock: bool = False) -> str:
-        """Adds one sample to both lists; returns the name of the processor. stock: without the plug-in."""
+        """Adds the samples of one call to both lists; returns the name of the processor. stock: without the
+        plug-in."""
         command = [str(host.llama_cpp_dir() / "llama-bench"), "-m", str(model), "-o", "json", *self.arguments]
         done = subprocess.run(
             command, env=host.host_environment(stock), capture_output=True, text=True, check=False
