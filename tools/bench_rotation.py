@@ -4,8 +4,8 @@
     python tools/bench_rotation.py --rounds 3 --type pq2_0
 
 Every round calls the stock llama-bench once for each file in turn, plain before rotated and then the other
-way round, so that whatever else the machine does hits both alike. Both files of a type hold the same trits, and
-so the kernels do the same work but for the rotation.
+way round, so that whatever else the machine does hits both alike. Both files of a type hold the same trits,
+and so the kernels do the same work but for the rotation.
 """
 
 from __future__ import annotations
