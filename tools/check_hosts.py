@@ -29,7 +29,7 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -441,19 +441,21 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def document(rows: list[Row], model: Path, plugin: Path) -> str:
+def document(results: dict[Path, list[Row]], plugin: Path) -> str:
+    tables = "\n\n".join(f"## `{model.name}`\n\n{markdown(rows)}" for model, rows in results.items())
     return f"""# Hosts that the plug-in runs in
 
 Measured on {datetime.date.today().isoformat()} with ggml-tern {__version__}: one and the same
 `libggml-tern.so` (sha256 {sha256_of(plugin)[:16]}…), built against {PYTHON_PACKAGE} {PINNED}, was loaded into
 each of these releases of llama.cpp, built unmodified from its source archive on PyPI.
 
-{markdown(rows)}
-
-The model is `{model.name}`: {len(PROMPT)} prompt tokens, then {N_TOKENS} greedy ones, which must be those of
+{len(PROMPT)} prompt tokens, then {N_TOKENS} greedy ones, which must be those of
 {PYTHON_PACKAGE} {PINNED}, with all layers on the plug-in's device (n_gpu_layers 99) and with none (0).
 A token's lead is by how much its logit beats the second best. The {PYTHON_PACKAGE} hosts run through
 `llama_cpp.Llama`, {SERVER_PACKAGE} through its llama-server over HTTP.
+The weights of the model with `rotated` in its name are Hadamard-rotated, with the same ternary values.
+
+{tables}
 
 Hosts with a ggml before 0.20 do not know Q2_0 (type 42); the plug-in lends it to them from a retired id, as
 it does for its own types.
@@ -476,22 +478,13 @@ def write_atomically(path: Path, text: str) -> None:
             raise
 
 
-def default_model() -> Path:
-    command: list[str | Path] = [sys.executable, REPOSITORY / "tools" / "make_synthetic.py"]
-    command += ["--type", "pq2_0"]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if result.returncode != 0:
-        raise click.ClickException("tools/make_synthetic.py failed; name a ternary GGUF with --model")
-    return Path(result.stdout.splitlines()[-1])
-
-
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", type=click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=True),
-              help="A ternary GGUF.  [default: the synthetic 0.6B in PQ2_0]")  # fmt: skip
+              help="A ternary GGUF.  [default: the synthetic 0.6B, plain and rotated]")  # fmt: skip
 @click.option("--plugin", type=click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=True),
               help="The libggml-tern.so to try.  [default: the installed one]")  # fmt: skip
 @click.option("--host", "versions", multiple=True, type=click.Choice([r.version for r in RELEASES]),
-              help="Only this release (may be repeated); docs/hosts.md is then left alone.")  # fmt: skip
+              help="Only this release (may be repeated). docs/hosts.md is then left alone.")  # fmt: skip
 @click.option("--build-only", is_flag=True, help="Build the hosts, run nothing.")
 def main(model: Path | None, plugin: Path | None, versions: tuple[str, ...], build_only: bool) -> None:
     for program in ("cmake", "nice"):
@@ -507,24 +500,34 @@ def main(model: Path | None, plugin: Path | None, versions: tuple[str, ...], bui
             except HostError as error:
                 raise click.ClickException(f"{release.name}: {error}") from error
         return
-    model = model or default_model()
+    # Not above: the tests load parts of this file from outside its folder.
+    from benchmarking import synthetic
+
+    models = [model] if model else [synthetic("--type", "pq2_0", *rotate) for rotate in ([], ["--rotate"])]
     try:
         plugin = plugin or plugin_path()
     except TernError as error:
         raise click.ClickException(str(error)) from error
 
-    # The pinned release first: its tokens are what the others are measured by.
+    results = {path: run_in_all(chosen, path, plugin) for path in models}
+    if not versions and not model:
+        write_atomically(REPOSITORY / "docs" / "hosts.md", document(results, plugin))
+    if not all(row.good for rows in results.values() for row in rows):
+        raise SystemExit(1)
+
+
+def run_in_all(releases: Sequence[Release], model: Path, plugin: Path) -> list[Row]:
+    """What each release made of the model, in their order; printed too."""
+    click.echo(model.name, err=True)
     rows: dict[str, Row] = {}
     expected: Generation | None = None
-    for release in sorted(chosen, key=lambda r: r.version != PINNED):
+    # The pinned release first: its tokens are what the others are measured by.
+    for release in sorted(releases, key=lambda r: r.version != PINNED):
         rows[release.name], expected = examine(release, model, plugin, expected)
         click.echo(f"{release.name}: {'good' if rows[release.name].good else 'falls short'}", err=True)
-    ordered = [rows[r.name] for r in chosen]
+    ordered = [rows[release.name] for release in releases]
     click.echo(markdown(ordered))
-    if not versions:
-        write_atomically(REPOSITORY / "docs" / "hosts.md", document(ordered, model, plugin))
-    if not all(row.good for row in ordered):
-        raise SystemExit(1)
+    return ordered
 
 
 if __name__ == "__main__":
