@@ -7,17 +7,21 @@ buffers that give their bytes back), are asked here through the same C API.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFValueType
 
+import rotated_files
 from ggml_tern import _core
 from ggml_tern.runtime import host
 from reference import formats as ref
-from reference import one_op
+from reference import gguf_files, one_op
 from reference.one_op import Op
 
 DEVICES = [pytest.param(one_op.IGPU, id="IGPU"), pytest.param(one_op.ACCEL, id="ACCEL")]
@@ -212,22 +216,47 @@ def test_mul_mat_id(type_id: int, per_expert: bool, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("type_id", one_op.SQUARED_RELU_SLOTS)
-def test_products_through_squared_relu(type_id: int, device: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("type_id", one_op.SPECIAL_SLOTS)
+@pytest.mark.parametrize("name", ["mul_mat", "get_rows"])
+def test_special_matrices_of_no_file(name: str, type_id: int, device: int, rng: np.random.Generator) -> None:
+    """What is to be done with them is not known, so nothing is."""
+    weights = random_blocks(rng, ref.FORMATS[type_id], 8, 256)
+    x = None if name == "get_rows" else random_activations(rng, 2, 256)
+    ids = np.zeros(2, np.int32) if name == "get_rows" else None
+    for kind, error in ((type_id, None), (one_op.SPECIAL_SLOTS[type_id], "graph_compute returned -1")):
+        op = Op(name, kind, 256, weights, x, ids, "blk.0.attn_q.weight")
+        with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+            one_op.in_new_process(one_op.run, op, device, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", one_op.SPECIAL_SLOTS)
+def test_products_through_squared_relu(
+    type_id: int, device: int, rng: np.random.Generator, tmp_path: Path
+) -> None:
     """Bit for bit what is made of the plain product, once for each output; rows are as in the plain type."""
-    fmt, slot = ref.FORMATS[type_id], one_op.SQUARED_RELU_SLOTS[type_id]
+    fmt, slot = ref.FORMATS[type_id], one_op.SPECIAL_SLOTS[type_id]
     n_experts, n_out, n_in = 3, 515, 640
     weights = random_blocks(rng, fmt, n_experts * n_out, n_in).reshape(n_experts, n_out, -1)
     x = rng.standard_normal((70, n_in)).astype(np.float32)
     ids = rng.integers(0, n_experts, (70, 1)).astype(np.int32)
     rows = rng.integers(0, n_out, 20).astype(np.int32)
+    gate, gates = "blk.0.ffn_gate.weight", "blk.1.ffn_gate.weight"
+    file = gguf_files.write(
+        tmp_path / "gates.gguf",
+        {"general.architecture": "bitnet", "bitnet.hidden_activation": "relu2"},
+        [
+            gguf_files.Tensor(gate, type_id, (n_out, n_in), weights[0].tobytes()),
+            gguf_files.Tensor(gates, type_id, (n_experts, n_out, n_in), weights.tobytes()),
+        ],
+    )
     ops = [
-        Op("mul_mat", slot, n_in, weights[0], x),
-        Op("mul_mat", slot, n_in, weights[0], x[5:6].copy()),
-        Op("mul_mat_id", slot, n_in, weights, x[:, None], ids),
-        Op("get_rows", slot, n_in, weights[0], ids=rows),
+        Op("mul_mat", slot, n_in, weights[0], x, tensor=gate),
+        Op("mul_mat", slot, n_in, weights[0], x[5:6].copy(), tensor=gate),
+        Op("mul_mat_id", slot, n_in, weights, x[:, None], ids, tensor=gates),
+        Op("get_rows", slot, n_in, weights[0], ids=rows, tensor=gate),
     ]
-    results = one_op.in_new_process(one_op.run_all, ops, device, [1, 2, 3])
+    results = one_op.in_new_process(one_op.run_all, ops, device, [1, 2, 3], file)
     assert all(result.supported for result in results)
     expected = [
         _core.squared_relu_for_silu(_core.matmul(type_id, np.ascontiguousarray(matrix), x))
@@ -244,6 +273,74 @@ def test_products_through_squared_relu(type_id: int, device: int, rng: np.random
         assert result.y[:, 0].tobytes() == np.stack(chosen).tobytes()
     for result in results[9:12]:
         assert np.array_equal(result.y, ref.dequantize(fmt, weights[0])[rows])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("type_id", one_op.SPECIAL_SLOTS)
+@pytest.mark.parametrize("block", [128, 512])
+def test_rotated_operations(
+    block: int, type_id: int, device: int, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """Bit for bit the products that _core gives, whatever the number of threads; rows are the plain ones."""
+    fmt, slot = ref.FORMATS[type_id], one_op.SPECIAL_SLOTS[type_id]
+    n_experts, n_out, n_in, v_heads = 3, 37, 1536, (3, 6)
+    signs = rotated_files.random_signs(rng, n_in)
+    shapes = {
+        "blk.0.ssm_out.weight": (n_out, n_in),
+        "blk.0.ffn_up_exps.weight": (n_experts, n_out, n_in),
+        "token_embd.weight": (n_out, n_in),
+    }
+    weights = {
+        name: random_blocks(rng, fmt, math.prod(shape[:-1]), n_in).reshape(*shape[:-1], -1)
+        for name, shape in shapes.items()
+    }
+    out, experts, embedding = weights
+    contract = {
+        "version": rotated_files.u32(2),
+        "block_size": rotated_files.u32(block),
+        "transform": rotated_files.text(rotated_files.TRANSFORM),
+        "axis": rotated_files.text(rotated_files.AXIS),
+        "sign_mode": rotated_files.text("explicit"),
+        "sign_widths": rotated_files.array(GGUFValueType.INT32, [n_in]),
+        "sign_values": rotated_files.array(GGUFValueType.INT8, signs.tolist()),
+        "weight_names": rotated_files.texts([out, experts]),
+        "inverse_weight_names": rotated_files.texts([embedding]),
+        "tied_output": rotated_files.boolean(True),
+        "gdn_v_grouped": rotated_files.boolean(True),
+    }
+    file = rotated_files.write(
+        tmp_path / "rotated.gguf",
+        {
+            "general.architecture": rotated_files.text("qwen35moe"),
+            "qwen35moe.ssm.group_count": rotated_files.u32(v_heads[0]),
+            "qwen35moe.ssm.time_step_rank": rotated_files.u32(v_heads[1]),
+            **{rotated_files.PREFIX + key: value for key, value in contract.items()},
+        },
+        [gguf_files.Tensor(name, type_id, shape, weights[name].tobytes()) for name, shape in shapes.items()],
+    )
+    x = rng.standard_normal((5, n_in)).astype(np.float32)
+    ids = rng.integers(0, n_experts, (5, 2)).astype(np.int32)
+    rows = rng.integers(0, n_out, 20).astype(np.int32)
+    ops = [
+        Op("mul_mat", slot, n_in, weights[out], x, tensor=out),
+        Op("mul_mat_id", slot, n_in, weights[experts], x[:, None], ids, tensor=experts),
+        Op("get_rows", slot, n_in, weights[embedding], ids=rows, tensor=embedding),
+    ]
+    results = one_op.in_new_process(one_op.run_all, ops, device, [1, 2, 3], file)
+    assert all(result.supported for result in results)
+    plain, permuted = _core.Rotation(n_in, block, signs), _core.Rotation(n_in, block, signs, v_heads)
+    for result in results[0:3]:
+        assert result.y.tobytes() == _core.matmul(type_id, weights[out], x, rotation=permuted).tobytes()
+        assert result.weights_read == weights[out].tobytes()
+    every = [_core.matmul(type_id, matrix, x, rotation=plain) for matrix in weights[experts]]
+    for result in results[3:6]:
+        assert all(
+            result.y[token, used].tobytes() == every[ids[token, used]][token].tobytes()
+            for token, used in np.ndindex(ids.shape)
+        )
+    for result in results[6:9]:
+        want = plain.unrotate(np.ascontiguousarray(ref.dequantize(fmt, weights[embedding])[rows]))
+        assert result.y.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,6 +11,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +24,8 @@ Answer = TypeVar("Answer")
 F32_TYPE, I32_TYPE = 0, 26
 # Inside a process the plug-in's types live in two retired type ids; files keep 142 and 143.
 SLOTS = {142: 37, 143: 38}
-# ... and gate matrices whose products pass through squared ReLU in two more.
-SQUARED_RELU_SLOTS = {142: 31, 143: 32}
+# ... and matrices that need more than a product, as the file tells that they are in, in two more.
+SPECIAL_SLOTS = {142: 31, 143: 32}
 IGPU, ACCEL = 2, 3
 USAGE_WEIGHTS = 1
 
@@ -40,6 +41,7 @@ class Op:
     weights: uint8 [n_out, row_bytes], or [n_experts, n_out, row_bytes] for mul_mat_id, of n_in weights a row.
     x: float32 [..., n_in] activations (mul_mat: [n_tokens, n_in]; mul_mat_id: [n_tokens, n_used or 1, n_in]).
     ids: int32; row numbers [n] for get_rows, experts [n_tokens, n_used] for mul_mat_id.
+    tensor: what the weights are called.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Op:
     weights: npt.NDArray[np.uint8]
     x: npt.NDArray[np.float32] | None = None
     ids: npt.NDArray[np.int32] | None = None
+    tensor: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,15 @@ def run(op: Op, device_type: int, n_threads: int) -> Result:
     return run_all([op], device_type, [n_threads])[0]
 
 
-def run_all(ops: list[Op], device_type: int, thread_counts: list[int]) -> list[Result]:
-    """`run` for every op with every number of threads, one after the other in one process."""
+def run_all(
+    ops: list[Op], device_type: int, thread_counts: list[int], file: Path | None = None
+) -> list[Result]:
+    """`run` for every op with every number of threads, one after the other in one process. file: a GGUF file
+    that libllama opens first; it is no whole model, and refused once its header is read."""
     ggml = _Ggml()
     device = _device(ggml, device_type)
+    if file is not None:
+        _open(ggml, device, file)
     backend = ggml.pointer("backend_dev_init", device, None)
     registry = ggml.pointer("backend_dev_backend_reg", device)
     address = ggml.pointer("backend_reg_get_proc_address", registry, b"ggml_backend_set_n_threads")
@@ -116,6 +124,19 @@ def run_all(ops: list[Op], device_type: int, thread_counts: list[int]) -> list[R
             results.append(_compute(ggml, device, backend, op))
     ggml.nothing("backend_free", backend)
     return results
+
+
+def _open(ggml: _Ggml, device: ctypes.c_void_p, file: Path) -> None:
+    import ggml_tern
+
+    ggml_tern.enable()
+    import llama_cpp
+
+    # libllama is new in this process; the plug-in gets a hold of it when it is asked this, as hosts do first.
+    ggml.number("backend_dev_type", device)
+    params = llama_cpp.llama_model_default_params()
+    if llama_cpp.llama_model_load_from_file(str(file).encode(), params) is not None:
+        raise RuntimeError(f"{file} is a model")
 
 
 def device_memory(device_type: int) -> tuple[int, int]:
@@ -163,6 +184,7 @@ def _compute(ggml: _Ggml, device: ctypes.c_void_p, backend: ctypes.c_void_p, op:
     kind = SLOTS.get(op.type_id, op.type_id)
     ne = (op.n_in, *op.weights.shape[-2::-1])
     weights = _tensor(ggml, weight_context, kind, ne)
+    ggml.pointer("set_name", weights, op.tensor.encode())
     weight_buffer = ggml.pointer("backend_alloc_ctx_tensors", weight_context, backend)
     ggml.nothing("backend_buffer_set_usage", weight_buffer, ctypes.c_int(USAGE_WEIGHTS))
 
