@@ -215,13 +215,23 @@ class Recipe:
     head_dim: int = 64
     experts: int = 4
     experts_used: int = 3
+    fused: bool = False  # gate and up of the experts in one tensor
     # Gated DeltaNet: three value heads to each of two key heads.
     n_k: int = 2
     n_v: int = 6
     state: int = 128
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether every other layer is a Gated DeltaNet."""
+        return self.arch in ("qwen35", "qwen35moe", "qwen3next")
 
-#: Every architecture that the contract knows and the plain twin of which is short to write.
+    @property
+    def has_experts(self) -> bool:
+        return self.arch in ("qwen3moe", "qwen35moe", "qwen3next")
+
+
+#: Every architecture that the contract knows, in all the ways that it can be rotated.
 RECIPES = {
     "llama": Recipe("llama", explicit_signs=False),
     "llama, in part": Recipe(
@@ -234,6 +244,8 @@ RECIPES = {
     "qwen35, not grouped": Recipe("qwen35", grouped=False, head_dim=128, heads=2, kv_heads=1),
     "qwen3moe": Recipe("qwen3moe", ffn=256),
     "qwen3moe, identity": Recipe("qwen3moe", block=256, explicit_signs=False, tied=True, ffn=256),
+    "qwen35moe": Recipe("qwen35moe", head_dim=128, heads=2, kv_heads=1, ffn=256),
+    "qwen3next": Recipe("qwen3next", block=256, head_dim=128, heads=2, kv_heads=1, ffn=256, fused=True),
 }
 
 N_BYTES, N_PAIRS = 256, 256
@@ -277,11 +289,13 @@ def model_keys(recipe: Recipe) -> dict[str, Key]:
         head + "attention.layer_norm_rms_epsilon": f32(1e-6),
         head + "rope.freq_base": f32(10000.0),
     }
-    if recipe.arch == "qwen3moe":
+    if recipe.has_experts:
         keys[head + "expert_count"] = u32(recipe.experts)
         keys[head + "expert_used_count"] = u32(recipe.experts_used)
         keys[head + "expert_feed_forward_length"] = u32(recipe.ffn)
-    if recipe.arch == "qwen35":
+    if recipe.is_hybrid:
+        if recipe.has_experts:
+            keys[head + "expert_shared_feed_forward_length"] = u32(recipe.ffn)
         keys[head + "rope.dimension_count"] = u32(recipe.head_dim // 4)
         keys[head + "rope.dimension_sections"] = array(Kind.INT32, [6, 5, 5, 0])
         keys[head + "full_attention_interval"] = u32(2)
@@ -355,8 +369,8 @@ class _Maker:
     def attention(self, block: str) -> None:
         recipe = self.recipe
         n_q, n_kv = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
-        # In Qwen3.5 every query is followed by the gate of its head.
-        self.matrix(f"{block}.attn_q.weight", (n_q * (2 if recipe.arch == "qwen35" else 1), recipe.width))
+        # In hybrids every query is followed by the gate of its head.
+        self.matrix(f"{block}.attn_q.weight", (n_q * (2 if recipe.is_hybrid else 1), recipe.width))
         self.matrix(f"{block}.attn_k.weight", (n_kv, recipe.width))
         self.matrix(f"{block}.attn_v.weight", (n_kv, recipe.width))
         if recipe.arch != "llama":
@@ -379,23 +393,37 @@ class _Maker:
         self.float_tensor(f"{block}.ssm_conv1d.weight", kernels)
         self.float_tensor(f"{block}.ssm_dt.bias", self.rng.standard_normal(recipe.n_v))
         self.float_tensor(f"{block}.ssm_a", -np.exp(self.rng.standard_normal(recipe.n_v) - 1))
-        for kind in ("ssm_alpha", "ssm_beta"):
-            weights = self.rng.standard_normal((recipe.n_v, recipe.width)) / np.sqrt(recipe.width)
-            self.float_tensor(f"{block}.{kind}.weight", weights)
+        alpha_beta = self.rng.standard_normal((2 * recipe.n_v, recipe.width)) / np.sqrt(recipe.width)
+        if recipe.arch == "qwen3next":
+            self.float_tensor(f"{block}.ssm_ba.weight", alpha_beta)
+        else:
+            for kind, weights in zip(("ssm_alpha", "ssm_beta"), np.split(alpha_beta, 2), strict=True):
+                self.float_tensor(f"{block}.{kind}.weight", weights)
         self.norm(f"{block}.ssm_norm.weight", recipe.state)
         self.matrix(f"{block}.ssm_out.weight", (recipe.width, n_value), 0.7)
 
     def feed_forward(self, block: str) -> None:
         recipe = self.recipe
-        experts: tuple[int, ...] = ()
-        suffix = ""
-        if recipe.arch == "qwen3moe":
-            experts, suffix = (recipe.experts,), "_exps"
-            # A router that knows what it wants: between experts as good as each other, rounding would decide.
-            router = 5 * self.rng.standard_normal((recipe.experts, recipe.width)) / np.sqrt(recipe.width)
-            self.float_tensor(f"{block}.ffn_gate_inp.weight", router)
-        for kind in ("gate", "up"):
-            self.matrix(f"{block}.ffn_{kind}{suffix}.weight", (*experts, recipe.ffn, recipe.width))
+        if not recipe.has_experts:
+            self.gated(block)
+            return
+        # A router that knows what it wants: between experts as good as each other, rounding would decide.
+        router = 5 * self.rng.standard_normal((recipe.experts, recipe.width)) / np.sqrt(recipe.width)
+        self.float_tensor(f"{block}.ffn_gate_inp.weight", router)
+        self.gated(block, "_exps", (recipe.experts,))
+        if recipe.is_hybrid:
+            gate = self.rng.standard_normal(recipe.width) / np.sqrt(recipe.width)
+            self.float_tensor(f"{block}.ffn_gate_inp_shexp.weight", gate)
+            self.gated(block, "_shexp")
+
+    def gated(self, block: str, suffix: str = "", experts: tuple[int, ...] = ()) -> None:
+        """Gate, up and down, or as many of them as there are experts."""
+        recipe = self.recipe
+        if experts and recipe.fused:
+            self.matrix(f"{block}.ffn_gate_up{suffix}.weight", (*experts, 2 * recipe.ffn, recipe.width))
+        else:
+            for kind in ("gate", "up"):
+                self.matrix(f"{block}.ffn_{kind}{suffix}.weight", (*experts, recipe.ffn, recipe.width))
         self.matrix(f"{block}.ffn_down{suffix}.weight", (*experts, recipe.width, recipe.ffn), 0.9)
 
     def make(self) -> RotatedModel:
@@ -404,11 +432,11 @@ class _Maker:
         for layer in range(recipe.layers):
             block = f"blk.{layer}"
             self.norm(f"{block}.attn_norm.weight", width)
-            if recipe.arch == "qwen35" and layer % 2 == 0:
+            if recipe.is_hybrid and layer % 2 == 0:
                 self.delta_net(block)
             else:
                 self.attention(block)
-            second_norm = "post_attention_norm" if recipe.arch == "qwen35" else "ffn_norm"
+            second_norm = "post_attention_norm" if recipe.is_hybrid else "ffn_norm"
             self.norm(f"{block}.{second_norm}.weight", width)
             self.feed_forward(block)
         # Logits that are neither flat nor certain. Random signs keep a tied head from naming the input token.
@@ -439,7 +467,7 @@ class _Maker:
             keys["inverse_weight_names"] = texts(["token_embd.weight"])
         if recipe.tied:
             keys["tied_output"] = boolean(True)
-        if recipe.arch == "qwen35":
+        if recipe.is_hybrid:
             keys["gdn_v_grouped"] = boolean(recipe.grouped)
         return {PREFIX + name: key for name, key in keys.items()}
 

@@ -166,7 +166,7 @@ def test_rotated_models_are_their_twins(name: str, models: Callable[[str], Files
     assert nonsense.mean_kl > 0.5
 
 
-@pytest.mark.parametrize("name", ["qwen3, tied", "qwen35", "qwen3moe"])
+@pytest.mark.parametrize("name", ["qwen3, tied", "qwen35", "qwen3moe", "qwen3next"])
 def test_every_rotation_counts(name: str, models: Callable[[str], Files], tmp_path: Path) -> None:
     """If a single kind of weight were not rotated, or ssm_out not permuted, the tests here would see it."""
     files = models(name)
