@@ -17,24 +17,22 @@ perplexity).
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from benchmarking import ROOT, markdown, out_option, write_report
-from compare_logits import I32, host_tokens
+from compare_logits import host_tokens
 from ggml_tern import _core
 from ggml_tern.errors import TernError
+from ggml_tern.gguf_files.reader import HADAMARD
 from ggml_tern.runtime import host
 
 WINDOW = 256
@@ -43,7 +41,6 @@ TOLERANCE = 0.005
 RUINED = 5.0
 # llama.cpp's logger runs in a thread of its own, and what it has not written when the program ends is lost.
 ATTEMPTS = 5
-ROTATION = "prism.hadamard."
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ def convert(directory: Path, type_name: str, out: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise TernError(f"{' '.join(command)} failed:\n{done.stderr}")
-    if not any(key.startswith(ROTATION) for key in _core.read_gguf_header(out)["metadata"]):
-        raise TernError(f"{directory}: is not rotated: ternconv's file of it has no {ROTATION}* keys")
+    if not any(key.startswith(HADAMARD) for key in _core.read_gguf_header(out)["metadata"]):
+        raise TernError(f"{directory}: is not rotated: ternconv's file of it has no {HADAMARD}* keys")
 
 
 def strip_rotation(path: Path, out: Path) -> None:
@@ -94,7 +91,7 @@ def strip_rotation(path: Path, out: Path) -> None:
     header = _core.read_gguf_header(path)
     content = path.read_bytes()
     extents = header["key_extents"]
-    kept = [content[slice(*extent)] for key, extent in extents.items() if not key.startswith(ROTATION)]
+    kept = [content[slice(*extent)] for key, extent in extents.items() if not key.startswith(HADAMARD)]
     table_start, table_end = header["tensors"][0]["extent"][0], header["tensors"][-1]["extent"][1]
     # Magic, version and number of tensors stay; then comes the number of keys.
     head = content[:16] + len(kept).to_bytes(8, "little") + b"".join(kept) + content[table_start:table_end]
@@ -132,25 +129,6 @@ def beginning(model: Path) -> int | None:
     return int(keys["tokenizer.ggml.bos_token_id"]) if wanted else None
 
 
-def reference_perplexity(model: Any, tokens: I32, bos: int | None) -> float:
-    """What llama-perplexity computes, by the transformers model: exp of the mean loss in nats. In windows of
-    256 tokens the tokens 129 to 255 count, each after all before it; BOS, where there is one, takes the place
-    of a window's first token. Token 128 does not count: it is only predicted from."""
-    import torch
-
-    half = WINDOW // 2
-    windows = torch.from_numpy(tokens.astype(np.int64)).reshape(-1, WINDOW).clone()
-    if bos is not None:
-        windows[:, 0] = bos
-    losses = []
-    with torch.no_grad():
-        for batch in windows.split(16):
-            logits = model(batch, use_cache=False).logits[:, half:-1].double()
-            target = batch[:, half + 1 :].flatten()
-            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), target, reduction="none"))
-    return math.exp(torch.cat(losses).mean().item())
-
-
 def compare(directory: Path, text: str, most_windows: int | None, threads: int) -> Result:
     """Everything about one model."""
     import tiny_reference
@@ -177,7 +155,7 @@ def compare(directory: Path, text: str, most_windows: int | None, threads: int) 
         return Result(
             directory.name,
             n_windows,
-            reference_perplexity(model, tokens[: n_windows * WINDOW], bos),
+            tiny_reference.perplexity(model, tokens[: n_windows * WINDOW].tolist(), WINDOW, bos),
             {name: llama_perplexity(path, text_file, n_windows, threads) for name, path in files.items()},
             llama_perplexity(control, text_file, n_windows, threads),
         )

@@ -44,7 +44,8 @@ import numpy.typing as npt
 
 from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec
-from ggml_tern.convert.targets import BF16, F32, FILE_TYPES, PQ2_0, PTQ1_0, Target, TensorType
+from ggml_tern.convert.rotation import FOLDED_TYPES, add_rotation_keys, make_rotation
+from ggml_tern.convert.targets import BF16, F32, FILE_TYPES, Target, TensorType
 from ggml_tern.convert.ternarize import Piece, Stats
 from ggml_tern.convert.writer import OutputFile
 from ggml_tern.errors import TernError
@@ -360,34 +361,18 @@ def add_rotation(
     """Adds the prism.hadamard.* keys that make every PQ2_0 and PTQ1_0 matrix a rotated one.
 
     Raises TernError where there is none, or `block` does not divide a row of one."""
-    rotated = [tensor for tensor, stored in pairs if stored in (PQ2_0, PTQ1_0)]
-    folded = [tensor for tensor in rotated if tensor.name != EMBEDDING]
+    rotated = [tensor for tensor, stored in pairs if stored in FOLDED_TYPES]
     widths = sorted({tensor.n_in for tensor in rotated})
-    if not folded:
+    if all(tensor.name == EMBEDDING for tensor in rotated):
         raise TernError("--rotate: only PQ2_0 and PTQ1_0 matrices can be rotated; choose one with --type")
     if block.bit_count() != 1 or any(width % block for width in widths):
         rows = ", ".join(map(str, widths))
         raise TernError(f"--rotation-block {block}: expected a power of two that divides the rows of {rows}")
-    inverse = [EMBEDDING] if len(rotated) > len(folded) else []
-    tied = bool(inverse) and all(tensor.name != HEAD for tensor in folded)
-    signs = np.concatenate([random_signs(f"signs-{width}", width, seed) for width in widths])
-
-    prefix, array, kinds = "prism.hadamard.", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType
-    writer.add_uint32(prefix + "version", 2 if tied else 1)
-    writer.add_uint32(prefix + "block_size", block)
-    writer.add_string(prefix + "transform", "normalized-sylvester-walsh-hadamard")
-    writer.add_string(prefix + "axis", "input-last-dimension")
-    writer.add_string(prefix + "sign_mode", "explicit")
-    writer.add_key_value(prefix + "sign_widths", widths, array, sub_type=kinds.INT32)
-    writer.add_key_value(prefix + "sign_values", signs.tolist(), array, sub_type=kinds.INT8)
-    names = [tensor.name for tensor in folded]
-    writer.add_key_value(prefix + "weight_names", names, array, sub_type=kinds.STRING)
-    if inverse:
-        writer.add_key_value(prefix + "inverse_weight_names", inverse, array, sub_type=kinds.STRING)
-    writer.add_bool(prefix + "tied_output", tied)
-    if isinstance(shape, HybridShape):
-        # As in the released model: the columns of ssm_out are in the order of the checkpoint.
-        writer.add_bool(prefix + "gdn_v_grouped", True)
+    signs = {width: random_signs(f"signs-{width}", width, seed) for width in widths}
+    # As in the released model: the columns of ssm_out are in the order of the checkpoint.
+    heads = (shape.key_heads, shape.value_heads) if isinstance(shape, HybridShape) else None
+    rotations = {t.name: make_rotation(t.name, t.n_in, block, signs[t.n_in], heads) for t in rotated}
+    add_rotation_keys(writer, rotations, [tensor.name for tensor, _ in pairs])
 
 
 @functools.cache

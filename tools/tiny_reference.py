@@ -119,17 +119,21 @@ def write_plain(directory: Path, output: Path) -> None:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def perplexity(model: Any, tokens: list[int], window: int = 256) -> float:
+def perplexity(model: Any, tokens: list[int], window: int = 256, bos: int | None = None) -> float:
     """exp of the mean loss in nats a token over consecutive windows.
 
     As llama-perplexity counts: windows do not overlap, what does not fill one is left out, and only the
-    second half of a window counts, so that every counted token has at least window / 2 tokens before it.
+    second half of a window counts, so that every counted token has at least window / 2 tokens before it. In
+    windows of 256 tokens these are 129 to 255; token 128 is only predicted from. bos, where the model wants
+    one, takes the place of a window's first token.
     """
     n_windows, half = len(tokens) // window, window // 2
     windows = torch.tensor(tokens[: n_windows * window]).reshape(n_windows, window)
+    if bos is not None:
+        windows[:, 0] = bos
     losses = []
     for batch in windows.split(16):
-        logits = model(batch, use_cache=False).logits[:, half:-1].flatten(0, 1)
+        logits = model(batch, use_cache=False).logits[:, half:-1].flatten(0, 1).double()
         losses.append(
             torch.nn.functional.cross_entropy(logits, batch[:, half + 1 :].flatten(), reduction="none")
         )

@@ -757,6 +757,9 @@ in the kernels.)")
         .def("unrotate", &unrotate, py::arg("z"), py::arg("n_threads") = 0, R"(
 P^-1(s * H(z)) of every row of z, float32 [n_rows, n_in]: the plain weights that stored ones stand for.)")
         .def("__eq__", [](const Rotation & a, const Rotation & b) { return a == b; }, py::is_operator());
+    m.attr("ROTATED_ARCHITECTURES") = py::tuple(py::cast(ROTATED_ARCHITECTURES));
+    m.def("may_be_rotated", &may_be_rotated, py::arg("name"),
+          "Whether the contract of rotated files lets a tensor of this name be rotated.");
     m.def("read_hadamard", &read_hadamard, py::arg("path"), R"(
 The contract of a GGUF file with Hadamard-rotated weights (keys prism.hadamard.*), or None for one without.
 

@@ -216,6 +216,24 @@ const GgufValue * GgufHeader::find(std::string_view key) const {
     return nullptr;
 }
 
+std::optional<std::string_view> GgufHeader::text(std::string_view key) const {
+    const GgufValue * value = find(key);
+    if (value == nullptr || value->is_array || value->type != GgufValueType::STRING) {
+        return std::nullopt;
+    }
+    return value->bytes.substr(sizeof(uint64_t));
+}
+
+std::optional<uint32_t> GgufHeader::u32(std::string_view key) const {
+    const GgufValue * value = find(key);
+    if (value == nullptr || value->is_array || value->type != GgufValueType::UINT32) {
+        return std::nullopt;
+    }
+    uint32_t number;
+    std::memcpy(&number, value->bytes.data(), sizeof(number));
+    return number;
+}
+
 GgufHeader parse_gguf_header(std::string_view data, uint64_t file_size) {
     Reader in(data);
     if (data.size() < 4 || in.take(4, "the magic") != "GGUF") {
@@ -244,16 +262,15 @@ GgufHeader parse_gguf_header(std::string_view data, uint64_t file_size) {
             throw FormatError("key " + quoted(header.metadata.back().name) + " appears twice");
         }
     }
-    if (const GgufValue * alignment = header.find("general.alignment")) {
-        if (alignment->is_array || alignment->type != GgufValueType::UINT32) {
+    if (header.find("general.alignment") != nullptr) {
+        const std::optional<uint32_t> value = header.u32("general.alignment");
+        if (!value) {
             throw FormatError("key 'general.alignment' is not a u32");
         }
-        uint32_t value;
-        std::memcpy(&value, alignment->bytes.data(), sizeof(value));
-        if (value == 0 || (value & (value - 1)) != 0) {
-            throw FormatError("key 'general.alignment' is " + std::to_string(value) + ", not a power of two");
+        if (*value == 0 || (*value & (*value - 1)) != 0) {
+            throw FormatError("key 'general.alignment' is " + std::to_string(*value) + ", not a power of two");
         }
-        header.alignment = value;
+        header.alignment = *value;
     }
 
     names.clear();

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -74,6 +75,9 @@ struct GgufHeader {
     std::vector<GgufTensor> tensors;
 
     const GgufValue * find(std::string_view key) const;
+    // The value of a key; nothing where it is missing or of another type.
+    std::optional<std::string_view> text(std::string_view key) const;
+    std::optional<uint32_t> u32(std::string_view key) const;
 };
 
 // Parses the header at the start of `data`. The result views `data`.

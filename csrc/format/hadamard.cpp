@@ -17,8 +17,6 @@ const char * const KEYS[] = {"version",     "block_size",    "transform",       
                              "sign_mode",   "sign_widths",   "sign_values",         "weight_names",
                              "tied_output", "gdn_v_grouped", "inverse_weight_names"};
 
-const char * const ARCHITECTURES[] = {"llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next"};
-
 const char * const KINDS[] = {
     "attn_q",         "attn_k",       "attn_v",         "attn_qkv",         "attn_gate",   "attn_output",
     "ffn_gate",       "ffn_up",       "ffn_down",       "ffn_gate_exps",    "ffn_up_exps", "ffn_down_exps",
@@ -45,22 +43,19 @@ class Keys {
 
     const GgufValue * find(std::string_view key) const { return header_.find(full_key(key)); }
 
-    const GgufValue & require(std::string_view key) const {
-        const GgufValue * value = find(key);
-        if (value == nullptr) {
+    void require(std::string_view key) const {
+        if (find(key) == nullptr) {
             refuse(key, "is missing");
         }
-        return *value;
     }
 
     uint32_t u32(std::string_view key) const {
-        const GgufValue & value = require(key);
-        if (value.is_array || value.type != GgufValueType::UINT32) {
+        require(key);
+        const std::optional<uint32_t> number = header_.u32(full_key(key));
+        if (!number) {
             refuse(key, "is not a u32");
         }
-        uint32_t number;
-        std::memcpy(&number, value.bytes.data(), sizeof(number));
-        return number;
+        return *number;
     }
 
     bool boolean(std::string_view key) const {
@@ -75,11 +70,12 @@ class Keys {
     }
 
     std::string_view text(std::string_view key) const {
-        const GgufValue & value = require(key);
-        if (value.is_array || value.type != GgufValueType::STRING) {
+        require(key);
+        const std::optional<std::string_view> text = header_.text(full_key(key));
+        if (!text) {
             refuse(key, "is not a string");
         }
-        return value.bytes.substr(sizeof(uint64_t));
+        return *text;
     }
 
     void require_text(std::string_view key, std::string_view wanted) const {
@@ -194,10 +190,8 @@ const GgufTensor & find_matrix(const Tensors & tensors, const char * key, std::s
 }
 
 std::string_view architecture_of(const GgufHeader & header) {
-    const GgufValue * value = header.find("general.architecture");
-    const bool is_text = value != nullptr && !value->is_array && value->type == GgufValueType::STRING;
-    const std::string_view found = is_text ? value->bytes.substr(sizeof(uint64_t)) : std::string_view();
-    if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), found) == std::end(ARCHITECTURES)) {
+    const std::string_view found = header.text("general.architecture").value_or(std::string_view());
+    if (std::find(ROTATED_ARCHITECTURES.begin(), ROTATED_ARCHITECTURES.end(), found) == ROTATED_ARCHITECTURES.end()) {
         refuse("general.architecture",
                "is " + quoted(found) +
                    ", for which rotated weights (prism.hadamard.*) are not defined; they are for "
@@ -209,13 +203,11 @@ std::string_view architecture_of(const GgufHeader & header) {
 // A count that P needs.
 int64_t head_count(const GgufHeader & header, std::string_view architecture, const char * name) {
     const std::string key = std::string(architecture) + name;
-    const GgufValue * value = header.find(key);
-    if (value == nullptr || value->is_array || value->type != GgufValueType::UINT32) {
+    const std::optional<uint32_t> count = header.u32(key);
+    if (!count) {
         Keys::refuse("gdn_v_grouped", "is true, but '" + key + "' is not a u32 in the file");
     }
-    uint32_t count;
-    std::memcpy(&count, value->bytes.data(), sizeof(count));
-    return count;
+    return *count;
 }
 
 void read_signs(const Keys & keys, HadamardContract & contract) {
@@ -346,6 +338,13 @@ Rotation make_rotation(const GgufHeader & header, const HadamardContract & contr
 }
 
 }  // namespace
+
+const std::vector<std::string_view> ROTATED_ARCHITECTURES = {"llama",  "qwen3",     "qwen3moe",
+                                                             "qwen35", "qwen35moe", "qwen3next"};
+
+bool may_be_rotated(std::string_view name) {
+    return name == EMBEDDING || may_be_folded(name);
+}
 
 void Rotation::check() const {
     if (!is_power_of_two(static_cast<uint64_t>(block)) || n_in <= 0 || n_in % block != 0) {

@@ -59,6 +59,12 @@ struct HadamardContract {
     std::map<std::string_view, Rotation> rotations;  // by name, of all that is rotated
 };
 
+// The architectures whose weights may be rotated.
+extern const std::vector<std::string_view> ROTATED_ARCHITECTURES;
+
+// Whether the contract lets a weight of this name be rotated. The embedding's rotation is undone after the lookup.
+bool may_be_rotated(std::string_view name);
+
 // The contract of a file, or nothing for one without rotated weights. The names view the header.
 // Throws FormatError, naming the key, for a file that breaks it.
 std::optional<HadamardContract> read_hadamard_contract(const GgufHeader & header);

@@ -4,7 +4,6 @@
 #include "type_slots.h"
 
 #include <atomic>
-#include <optional>
 
 namespace tern {
 
@@ -21,25 +20,16 @@ bool is_in_block(std::string_view name, std::string_view end) {
     return name.substr(0, 4) == "blk." && dot != std::string_view::npos && name.substr(dot) == end;
 }
 
-// The text of a key, or nothing where the key is missing or no string.
-std::optional<std::string_view> find_text(const GgufHeader & header, std::string_view key) {
-    const GgufValue * value = header.find(key);
-    if (value == nullptr || value->is_array || value->type != GgufValueType::STRING) {
-        return std::nullopt;
-    }
-    return value->bytes.substr(sizeof(uint64_t));
-}
-
 bool is_later_part(const GgufHeader & header) {
     const GgufValue * number = header.find("split.no");
     return number != nullptr && number->bytes.find_first_not_of('\0') != std::string_view::npos;
 }
 
 bool wants_squared_relu(const GgufHeader & header) {
-    if (find_text(header, "general.architecture") != "bitnet" || header.find(ACTIVATION_KEY) == nullptr) {
+    if (header.text("general.architecture") != "bitnet" || header.find(ACTIVATION_KEY) == nullptr) {
         return false;
     }
-    const auto activation = find_text(header, ACTIVATION_KEY);
+    const auto activation = header.text(ACTIVATION_KEY);
     if (activation != "silu" && activation != "relu2") {
         throw FormatError(std::string("key '") + ACTIVATION_KEY + "' is " +
                           (activation ? quoted(*activation) : "no string") +
@@ -63,8 +53,8 @@ std::string find_obstacle(const GgufHeader & header) {
 }
 
 void refuse_adapter_of_gates(const GgufHeader & header) {
-    if (!g_any_squared_relu || find_text(header, "general.type") != "adapter" ||
-        find_text(header, "general.architecture") != "bitnet") {
+    if (!g_any_squared_relu || header.text("general.type") != "adapter" ||
+        header.text("general.architecture") != "bitnet") {
         return;
     }
     for (const GgufTensor & tensor : header.tensors) {

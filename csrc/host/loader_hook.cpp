@@ -130,21 +130,24 @@ FILE * translated_copy(const char * name, std::string_view file, size_t start, b
         report_once(name, "computes SiLU where the model was trained with squared ReLU, since " + obstacle +
                               "; convert with --type ptq1_0 or pq2_0");
     }
-    const auto treatment_of = [&](const GgufTensor & tensor) {
+    std::vector<Treatment> treatments;  // of the tensors, in their order
+    for (const GgufTensor & tensor : header.tensors) {
         const auto rotation = rotations.find(tensor.name);
-        return Treatment{squared_relu && is_gate(tensor),
-                         rotation != rotations.end() ? keep_rotation(rotation->second) : nullptr};
-    };
-    const auto slot_of = [&](const GgufTensor & tensor) {
-        return treatment_of(tensor).is_none() ? slot_of_file_type(tensor.type) : special_slot_of_file_type(tensor.type);
+        treatments.push_back(
+            {squared_relu && is_gate(tensor), rotation != rotations.end() ? keep_rotation(rotation->second) : nullptr});
+    }
+    const auto slot_of = [&](size_t i) {
+        const uint32_t type = header.tensors[i].type;
+        return treatments[i].is_none() ? slot_of_file_type(type) : special_slot_of_file_type(type);
     };
     bool ours = is_legacy;
-    for (const GgufTensor & tensor : header.tensors) {
+    for (size_t i = 0; i < header.tensors.size(); i++) {
+        const GgufTensor & tensor = header.tensors[i];
         if (is_our_slot(tensor.type)) {
             throw FormatError("tensor " + quoted(tensor.name) + " has type " + std::to_string(tensor.type) +
                               ", which is retired and must not stand in a file");
         }
-        ours = ours || slot_of(tensor) != tensor.type;
+        ours = ours || slot_of(i) != tensor.type;
     }
     if (!ours) {
         return nullptr;
@@ -152,12 +155,13 @@ FILE * translated_copy(const char * name, std::string_view file, size_t start, b
     check_tensor_data(header, gguf.size());
 
     std::string bytes(gguf.substr(0, header.data_offset));
-    for (const GgufTensor & tensor : header.tensors) {
-        const uint32_t slot = slot_of(tensor);
+    for (size_t i = 0; i < header.tensors.size(); i++) {
+        const GgufTensor & tensor = header.tensors[i];
+        const uint32_t slot = slot_of(i);
         std::memcpy(&bytes[tensor.type_position], &slot, sizeof(slot));
-        if (const Treatment treatment = treatment_of(tensor); !treatment.is_none()) {
+        if (!treatments[i].is_none()) {
             const std::string_view data = gguf.substr(header.data_offset + tensor.offset, tensor_bytes(tensor));
-            remember_treatment(tensor, data, treatment);
+            remember_treatment(tensor, data, treatments[i]);
         }
     }
     const int fd = memfd_create("ggml-tern", MFD_CLOEXEC);

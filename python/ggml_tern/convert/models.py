@@ -18,7 +18,7 @@ from ggml_tern.convert.architectures.bitnet import ACTIVATION_KEY, notes_on_squa
 from ggml_tern.convert.checkpoint import Checkpoint
 from ggml_tern.convert.hadamard_manifest import MANIFEST_FILE, apply_manifest, read_manifest
 from ggml_tern.convert.lora import Adapter
-from ggml_tern.convert.rotation import ARCHITECTURES, add_rotation_keys
+from ggml_tern.convert.rotation import add_rotation_keys
 from ggml_tern.convert.sources import Source, find_sources
 from ggml_tern.convert.vocab import read_vocab
 from ggml_tern.errors import TernError
@@ -99,10 +99,10 @@ class HuggingFaceModel(InputModel):
         self.tied = self._architecture.tied
 
     def _apply_manifest(self, path: Path, adapters: Sequence[Adapter]) -> None:
-        if self.arch not in ARCHITECTURES:
+        if self.arch not in _core.ROTATED_ARCHITECTURES:
             raise TernError(
                 f"{path}: rotated weights are not defined for {self.arch}, only for "
-                f"{', '.join(ARCHITECTURES)}"
+                f"{', '.join(_core.ROTATED_ARCHITECTURES)}"
             )
         if adapters:
             raise TernError(

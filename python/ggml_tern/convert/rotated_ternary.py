@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ggml_tern import _core
 from ggml_tern.convert.architectures import TensorSpec
 from ggml_tern.convert.decoding import as_float32
-from ggml_tern.convert.rotation import ARCHITECTURES, BLOCKS, RotationChoice, candidates
+from ggml_tern.convert.rotation import BLOCKS, RotationChoice, candidates
 from ggml_tern.convert.sources import Source
 from ggml_tern.convert.targets import PQ2_0, TypeChoice, kind_name
 from ggml_tern.convert.ternarize import prepared_rows
@@ -165,7 +165,7 @@ def find_rotation(model: InputModel, choice: TypeChoice) -> RotationChoice | Non
     """The rotation without signs in which a model is ternary that is not so as it is stored; None where there
     is none. Looks at some rows of a few tensors."""
     sample = _sample(model, choice)
-    if model.arch not in ARCHITECTURES or not sample or is_plain_ternary(model, choice):
+    if model.arch not in _core.ROTATED_ARCHITECTURES or not sample or is_plain_ternary(model, choice):
         return None
     widths = {spec.shape[-1] for spec in candidates(model, choice)}
     for block in BLOCKS:

@@ -8,7 +8,6 @@ spreads an outlier over its block. The plug-in rotates the activation to match. 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,32 +21,27 @@ from ggml_tern.convert.architectures import Role, TensorSpec
 from ggml_tern.convert.targets import (
     BF16,
     PQ2_0,
-    PTQ1_0,
     Target,
     TensorType,
     TypeChoice,
     asked_type,
     kind_name,
+    type_by_id,
 )
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import HADAMARD
+from ggml_tern.gguf_files.reader import HADAMARD, ROTATED_TYPES
 
 if TYPE_CHECKING:
     from ggml_tern.convert.models import InputModel
 
 #: The types that a folded weight can have.
-FOLDED_TYPES = (PQ2_0, PTQ1_0)
+FOLDED_TYPES = tuple(map(type_by_id, ROTATED_TYPES))
 #: The values that H may mix.
 BLOCKS = (128, 256, 512, 1024, 2048)
 #: The most that it mixes unless told; what the released models have.
 DEFAULT_BLOCK = 1024
 
-ARCHITECTURES = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next")
 EMBEDDING = "token_embd.weight"
-_FOLDABLE = re.compile(
-    r"token_embd\.weight|output\.weight|blk\.\d+\."
-    r"(attn_(q|k|v|qkv|gate|output)|ffn_(gate|up|down)(_exps|_shexp)?|ffn_gate_up_exps|ssm_out)\.weight"
-)
 _SSM_OUT = ".ssm_out.weight"
 
 #: Small matrices that read the same activations as folded ones but are not for rounding. In a rotated model
@@ -82,9 +76,7 @@ def random_signs(seed: int, width: int) -> NDArray[np.int8]:
 def is_foldable(spec: TensorSpec) -> bool:
     """Whether a tensor may be folded in one of FOLDED_TYPES."""
     return (
-        spec.role is not Role.VECTOR
-        and _FOLDABLE.fullmatch(spec.name) is not None
-        and spec.shape[-1] % PQ2_0.block == 0
+        spec.role is not Role.VECTOR and _core.may_be_rotated(spec.name) and spec.shape[-1] % PQ2_0.block == 0
     )
 
 
@@ -109,10 +101,10 @@ def plan_rotation(model: InputModel, choice: TypeChoice, asked: RotationChoice) 
             f"{model.path}: its weights are rotated already; drop --rotate, or make them plain first with "
             "`tern repack --unrotate`"
         )
-    if model.arch not in ARCHITECTURES:
+    if model.arch not in _core.ROTATED_ARCHITECTURES:
         raise TernError(
             f"{model.path}: rotated weights are not defined for {model.arch}, only for "
-            f"{', '.join(ARCHITECTURES)}; drop --rotate"
+            f"{', '.join(_core.ROTATED_ARCHITECTURES)}; drop --rotate"
         )
     if choice.matrix is not None and choice.matrix not in FOLDED_TYPES:
         raise TernError(

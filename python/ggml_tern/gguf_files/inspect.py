@@ -24,7 +24,7 @@ from ggml_tern import _core
 from ggml_tern.convert.targets import kind_name
 from ggml_tern.errors import TernError
 from ggml_tern.gguf_files.digest import canonical_blocks
-from ggml_tern.gguf_files.reader import HADAMARD, GGUFSource, GGUFTensor, printable
+from ggml_tern.gguf_files.reader import HADAMARD, ROTATED_TYPES, GGUFSource, GGUFTensor, printable
 
 #: Elements of an array that are told.
 _FIRST = 8
@@ -167,7 +167,7 @@ def _rotation_error(source: GGUFSource) -> str | None:
         return str(error).removeprefix(f"{source.path}: ")
     for name in rotations:
         tensor = source.tensors[name]
-        if tensor.type not in (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0):
+        if tensor.type not in ROTATED_TYPES:
             return f"tensor {printable(name)} is rotated, and nothing undoes that in {tensor.type_name}"
     return None
 

@@ -23,6 +23,8 @@ SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors
 
 #: What the keys begin with that say how weights are rotated.
 HADAMARD = "prism.hadamard."
+#: The types in which the plug-in undoes a rotation.
+ROTATED_TYPES = (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0)
 
 #: What to tell of a file for which `GGUFSource.is_legacy` is true.
 LEGACY_NOTE = "read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0"

@@ -29,6 +29,7 @@ from ggml_tern.gguf_files import i2_s
 from ggml_tern.gguf_files.reader import (
     HADAMARD,
     LEGACY_NOTE,
+    ROTATED_TYPES,
     SPLIT_COUNT,
     SPLIT_NO,
     SPLIT_TENSORS,
@@ -44,9 +45,6 @@ TARGETS = {_core.type_name(type_id).lower(): type_id for type_id in _core.TERNAR
 #: The types that plain weights can be written in, and their numpy types.
 PLAIN_TARGETS = {"f16": _core.TYPE_F16, "f32": _core.TYPE_F32}
 _DTYPES = {_core.TYPE_F16: np.float16, _core.TYPE_F32: np.float32}
-
-#: The types in which the plug-in undoes a rotation.
-_FOLDED_TYPES = (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0)
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
 _PIECE = 1 << 20
@@ -102,7 +100,7 @@ def repack(
             f"{source.path}: holds no ternary tensor, so there is nothing to repack; "
             "`ternconv` makes a ternary model of it"
         )
-    if source.is_rotated and target not in _FOLDED_TYPES:
+    if source.is_rotated and target not in ROTATED_TYPES:
         raise TernError(
             f"{source.path}: its weights are rotated, and nothing undoes that in {_core.type_name(target)}; "
             "use --type pq2_0 or --type ptq1_0, or --unrotate for plain weights in F16"
