@@ -19,10 +19,16 @@
 namespace tern {
 
 constexpr int ACTIVATION_GROUP = 128;
-// The sums of q are kept for half groups, for weights with a scale per 64 inputs.
+// The sums of q are kept for half groups, for weights with a scale per 64 inputs. 64 * 127 = 8128 fits 16 bits.
 constexpr int ACTIVATION_SUM_GROUP = 64;
 
-// Where the parts of one quantized column lie: int8 q[n_in], float d[groups], int32 sum[half groups].
+// A panel holds n_cols quantized columns, interleaved as the kernels read them:
+//
+//   int8  q            [n_in/4][n_cols][4]
+//   float d            [groups][n_cols]
+//   int16 minus_sum    [groups][n_cols][2 half groups]
+//
+// A column by itself is a panel of one. All offsets of a panel are n_cols times those of a column.
 struct ColumnLayout {
     int64_t n_in;
     int64_t n_groups;
@@ -45,16 +51,14 @@ struct Kernels {
     // block: a power of two. The same bits from every instruction set.
     void (*hadamard)(float * x, const float * signs, int64_t block);
 
-    // One tile times n_cols columns: outputs[c][0..8) = rows of the tile. n_cols: 1 to MAX_COLUMNS.
-    void (*tile_times_columns)(const uint8_t * tile, int group, const ColumnLayout & layout,
-                               const uint8_t * const * columns, int n_cols, float (*outputs)[TILE_ROWS]);
+    // The first n_rows rows of consecutive tiles times the columns of a panel, 1 to max_columns: outputs[c][0..n_rows).
+    void (*multiply)(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayout & layout,
+                     const uint8_t * panel, int n_cols, float * const * outputs);
+    int max_columns;
 
     // values[i] = silu^-1(relu(values[i])^2): see squared_relu.h.
     void (*squared_relu_for_silu)(float * values, int64_t n);
 };
-
-// Columns that the kernels take at a time.
-constexpr int MAX_COLUMNS = 6;
 
 // The best table for this processor, or the one that the environment variable TERN_ISA names ("generic", "avx2"); a name
 // that is unknown or that the processor lacks is reported on stderr and ignored.

@@ -1,8 +1,9 @@
 // Kernels for AVX2 with FMA and F16C (this file alone is compiled with those instructions).
 //
 // The inner step is vpmaddubsw: 32 products of an unsigned code and a signed activation, added in pairs to 16 bits. The
-// 16-bit lanes take a whole group of 128 inputs before they are widened. In the worst case a lane adds 64 products of
-// 3 * 127 (code 3; 2 * 127 for ternary codes) = 24384 < 32768, so nothing saturates: activations are within +-127.
+// 16-bit lanes begin at minus the sum of a half group, within 64 * 127 = 8128, and take a whole group of 128 inputs before
+// they are widened: 64 products each, within 3 * 127 (code 3; 2 * 127 for ternary codes). 8128 + 64 * 381 = 32512 < 32768,
+// so nothing saturates; activations are within +-127.
 #include "kernel_tables.h"
 
 #include "../format/float16.h"
@@ -34,7 +35,7 @@ inline int32_t max_lane(__m256i v) {
 
 void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
     float * scales = reinterpret_cast<float *>(column + layout.scales);
-    int32_t * sums = reinterpret_cast<int32_t *>(column + layout.sums);
+    int16_t * minus_sums = reinterpret_cast<int16_t *>(column + layout.sums);
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     // vpackssdw and vpacksswb work in 128-bit halves; this puts the 32 bytes back in order.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -66,7 +67,7 @@ void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin,
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(column + i),
                                     _mm256_permutevar8x32_epi32(packed, order));
             }
-            sums[half / ACTIVATION_SUM_GROUP] = sum_lanes(sum);
+            minus_sums[half / ACTIVATION_SUM_GROUP] = static_cast<int16_t>(-sum_lanes(sum));
         }
     }
 }
@@ -126,143 +127,189 @@ void hadamard(float * x, const float * signs, int64_t block) {
     }
 }
 
-inline __m256i broadcast4(const uint8_t * q) {
+inline __m256i broadcast4(const uint8_t * p) {
     int32_t four;
-    std::memcpy(&four, q, sizeof(four));
+    std::memcpy(&four, p, sizeof(four));
     return _mm256_set1_epi32(four);
 }
 
-// Asks for n_bytes of memory PREFETCH_BYTES ahead of `p`, which soon lie in the tiles that follow. The processor's own
-// prefetcher stops at every 4 KiB page, which costs decode more than the arithmetic does.
+// Asks for n_bytes of memory PREFETCH_BYTES ahead of `p`, which soon lie in the tiles that follow: decode waits for memory
+// more than it computes. Always inlined, because GCC drops calls of a function that does nothing but prefetch.
 constexpr int PREFETCH_BYTES = 8192;
 
-inline void prefetch(const uint8_t * p, int64_t n_bytes) {
+__attribute__((always_inline)) inline void prefetch(const uint8_t * p, int64_t n_bytes) {
     for (int64_t line = 0; line < n_bytes; line += 64) {
         _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES + line), _MM_HINT_T0);
     }
-}
-
-// y += d_w * d_x * (products - sum of q) for the group at `begin` of one column.
-template <int GROUP>
-inline __m256 add_group(__m256 y, __m256i products, __m256 d_w, const ColumnLayout & layout, const uint8_t * column,
-                        int64_t begin) {
-    const float * d_x = reinterpret_cast<const float *>(column + layout.scales);
-    const int32_t * sums = reinterpret_cast<const int32_t *>(column + layout.sums) + begin / ACTIVATION_SUM_GROUP;
-    const int32_t sum = GROUP == 128 ? sums[0] + sums[1] : sums[0];
-    products = _mm256_sub_epi32(products, _mm256_set1_epi32(sum));
-    const __m256 d = _mm256_mul_ps(d_w, _mm256_set1_ps(d_x[begin / ACTIVATION_GROUP]));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), d, y);
 }
 
 inline __m256 load_scales(const uint8_t * scales) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
 }
 
+inline void store_rows(float * output, __m256 y, int64_t n_rows) {
+    if (n_rows >= TILE_ROWS) {
+        _mm256_storeu_ps(output, y);
+    } else {
+        const __m256i row = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        _mm256_maskstore_ps(output, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n_rows)), row), y);
+    }
+}
+
+// A sum that stays in its register: without this GCC adds the products of several steps to each other first, for which it
+// keeps them in memory, and the kernels take a third more time.
+inline void keep(__m256i & sum) {
+    asm volatile("" : "+x"(sum));
+}
+
+// The scales and the sums of a panel.
+template <int GROUP, int COLS> struct PanelView {
+    const uint8_t * q;
+    const float * scales;
+    const uint8_t * minus_sums;
+
+    PanelView(const ColumnLayout & layout, const uint8_t * panel)
+        : q(panel), scales(reinterpret_cast<const float *>(panel + layout.scales * COLS)),
+          minus_sums(panel + layout.sums * COLS) {}
+
+    // Minus the sum of a group in two 16-bit parts, in every lane.
+    __m256i minus_sum(int64_t begin, int c) const {
+        const __m256i halves = broadcast4(minus_sums + (begin / ACTIVATION_GROUP * COLS + c) * 4);
+        if constexpr (GROUP == ACTIVATION_GROUP) {
+            return halves;
+        }
+        return begin % ACTIVATION_GROUP == 0 ? _mm256_and_si256(halves, _mm256_set1_epi32(0xffff))
+                                             : _mm256_srli_epi32(halves, 16);
+    }
+
+    // y + d_w * d_x * sum, where `sum` is in two 16-bit parts.
+    __m256 add_group(__m256 y, __m256i sum, __m256 d_w, int64_t begin, int c) const {
+        const __m256 d_x = _mm256_broadcast_ss(scales + begin / ACTIVATION_GROUP * COLS + c);
+        const __m256i whole = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(d_w, d_x), y);
+    }
+};
+
 // One column alone (decode). Codes are taken two bit pairs from one shift: the upper pair stays 4 times its value, and its
 // sums are divided at the end of the group, exactly. They get a register for each pair: 8 loads of 2 * 12 * 127 are 24384.
 template <int GROUP>
-void tile_times_column(const uint8_t * tile, const ColumnLayout & layout, const uint8_t * column, float * output) {
+void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * column,
+                     float * output) {
+    const PanelView<GROUP, 1> x(layout, column);
     const __m256i low_pair = _mm256_set1_epi8(3);
     const __m256i high_pair = _mm256_set1_epi8(12);
-    const __m256i ones = _mm256_set1_epi16(1);
-    const uint8_t * codes = tile;
-    const uint8_t * scales = tile + tile_code_bytes(layout.n_in);
-    __m256 y = _mm256_setzero_ps();
-    for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
-        __m256i once = _mm256_setzero_si256();
-        __m256i four_times[2] = {once, once};
-        prefetch(codes, GROUP * 2);
-        const uint8_t * q = column + begin;
+    const size_t stride = tile_bytes(layout.n_in, GROUP);
+    for (int64_t row = 0; row < n_rows; row += TILE_ROWS, tiles += stride) {
+        const uint8_t * codes = tiles;
+        const uint8_t * scales = tiles + tile_code_bytes(layout.n_in);
+        __m256 y = _mm256_setzero_ps();
+        for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
+            __m256i once = x.minus_sum(begin, 0);
+            __m256i four_times[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+            prefetch(codes, GROUP * 2);
+            const uint8_t * q = x.q + begin;
 #pragma GCC unroll 8
-        for (int i = 0; i < GROUP; i += 16) {
-            const __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + 2 * i));
-            const __m256i upper = _mm256_srli_epi16(load, 4);
-            const __m256i p0 = _mm256_maddubs_epi16(_mm256_and_si256(load, low_pair), broadcast4(q + i));
-            const __m256i p1 = _mm256_maddubs_epi16(_mm256_and_si256(load, high_pair), broadcast4(q + i + 4));
-            const __m256i p2 = _mm256_maddubs_epi16(_mm256_and_si256(upper, low_pair), broadcast4(q + i + 8));
-            const __m256i p3 = _mm256_maddubs_epi16(_mm256_and_si256(upper, high_pair), broadcast4(q + i + 12));
-            once = _mm256_add_epi16(once, _mm256_add_epi16(p0, p2));
-            four_times[0] = _mm256_add_epi16(four_times[0], p1);
-            four_times[1] = _mm256_add_epi16(four_times[1], p3);
+            for (int i = 0; i < GROUP; i += 16) {
+                const __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + 2 * i));
+                const __m256i upper = _mm256_srli_epi16(load, 4);
+                const __m256i p0 = _mm256_maddubs_epi16(_mm256_and_si256(load, low_pair), broadcast4(q + i));
+                const __m256i p1 = _mm256_maddubs_epi16(_mm256_and_si256(load, high_pair), broadcast4(q + i + 4));
+                const __m256i p2 = _mm256_maddubs_epi16(_mm256_and_si256(upper, low_pair), broadcast4(q + i + 8));
+                const __m256i p3 = _mm256_maddubs_epi16(_mm256_and_si256(upper, high_pair), broadcast4(q + i + 12));
+                once = _mm256_add_epi16(once, _mm256_add_epi16(p0, p2));
+                four_times[0] = _mm256_add_epi16(four_times[0], p1);
+                four_times[1] = _mm256_add_epi16(four_times[1], p3);
+                keep(once);
+                keep(four_times[0]);
+                keep(four_times[1]);
+            }
+            codes += GROUP * 2;
+            for (const __m256i sum : four_times) {
+                once = _mm256_add_epi16(once, _mm256_srai_epi16(sum, 2));
+            }
+            y = x.add_group(y, once, load_scales(scales), begin, 0);
+            scales += TILE_ROWS * sizeof(uint16_t);
         }
-        codes += GROUP * 2;
-        for (const __m256i sum : four_times) {
-            once = _mm256_add_epi16(once, _mm256_srai_epi16(sum, 2));
-        }
-        y = add_group<GROUP>(y, _mm256_madd_epi16(once, ones), load_scales(scales), layout, column, begin);
-        scales += TILE_ROWS * sizeof(uint16_t);
+        prefetch(codes, tiles + stride - codes);
+        store_rows(output + row, y, n_rows - row);
     }
-    prefetch(codes, scales - codes);
-    _mm256_storeu_ps(output, y);
 }
 
 template <int GROUP, int COLS>
-void tile_times_some(const uint8_t * tile, const ColumnLayout & layout, const uint8_t * const * columns,
-                     float (*outputs)[TILE_ROWS]) {
+void multiply_columns(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
+                      float * const * outputs) {
+    const PanelView<GROUP, COLS> x(layout, panel);
     const __m256i two_bits = _mm256_set1_epi8(3);
-    const __m256i ones = _mm256_set1_epi16(1);
-    const uint8_t * codes = tile;
-    const uint8_t * scales = tile + tile_code_bytes(layout.n_in);
-    __m256 y[COLS];
-    for (int c = 0; c < COLS; c++) {
-        y[c] = _mm256_setzero_ps();
-    }
-    for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
-        __m256i acc[COLS];
+    const size_t stride = tile_bytes(layout.n_in, GROUP);
+    for (int64_t row = 0; row < n_rows; row += TILE_ROWS, tiles += stride) {
+        const uint8_t * codes = tiles;
+        const uint8_t * scales = tiles + tile_code_bytes(layout.n_in);
+        const uint8_t * q = x.q;
+        __m256 y[COLS];
         for (int c = 0; c < COLS; c++) {
-            acc[c] = _mm256_setzero_si256();
+            y[c] = _mm256_setzero_ps();
         }
-        prefetch(codes, GROUP * 2);
-        for (int64_t i = begin; i < begin + GROUP; i += 16) {
-            const __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
-            codes += 32;
-            const __m256i u[4] = {
-                _mm256_and_si256(load, two_bits),
-                _mm256_and_si256(_mm256_srli_epi16(load, 2), two_bits),
-                _mm256_and_si256(_mm256_srli_epi16(load, 4), two_bits),
-                _mm256_and_si256(_mm256_srli_epi16(load, 6), two_bits),
-            };
+        for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
+            __m256i sum[COLS];
+#pragma GCC unroll 16
             for (int c = 0; c < COLS; c++) {
+                sum[c] = x.minus_sum(begin, c);
+            }
+            prefetch(codes, GROUP * 2);
+            for (int i = 0; i < GROUP; i += 16) {
+                __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
+                codes += 32;
+#pragma GCC unroll 4
                 for (int k = 0; k < 4; k++) {
-                    acc[c] = _mm256_add_epi16(acc[c], _mm256_maddubs_epi16(u[k], broadcast4(columns[c] + i + 4 * k)));
+                    const __m256i u = _mm256_and_si256(load, two_bits);
+#pragma GCC unroll 16
+                    for (int c = 0; c < COLS; c++) {
+                        sum[c] = _mm256_add_epi16(sum[c], _mm256_maddubs_epi16(u, broadcast4(q)));
+                        keep(sum[c]);
+                        q += 4;
+                    }
+                    load = _mm256_srli_epi16(load, 2);
                 }
             }
+            const __m256 d_w = load_scales(scales);
+            scales += TILE_ROWS * sizeof(uint16_t);
+#pragma GCC unroll 16
+            for (int c = 0; c < COLS; c++) {
+                y[c] = x.add_group(y[c], sum[c], d_w, begin, c);
+            }
         }
-        const __m256 d_w = load_scales(scales);
-        scales += TILE_ROWS * sizeof(uint16_t);
         for (int c = 0; c < COLS; c++) {
-            y[c] = add_group<GROUP>(y[c], _mm256_madd_epi16(acc[c], ones), d_w, layout, columns[c], begin);
+            store_rows(outputs[c] + row, y[c], n_rows - row);
         }
     }
-    for (int c = 0; c < COLS; c++) {
-        _mm256_storeu_ps(outputs[c], y[c]);
-    }
 }
 
-template <int GROUP>
-void dispatch_columns(const uint8_t * tile, const ColumnLayout & layout, const uint8_t * const * columns, int n_cols,
-                      float (*outputs)[TILE_ROWS]) {
-    switch (n_cols) {
-    case 1: return tile_times_column<GROUP>(tile, layout, columns[0], outputs[0]);
-    case 2: return tile_times_some<GROUP, 2>(tile, layout, columns, outputs);
-    case 3: return tile_times_some<GROUP, 3>(tile, layout, columns, outputs);
-    case 4: return tile_times_some<GROUP, 4>(tile, layout, columns, outputs);
-    case 5: return tile_times_some<GROUP, 5>(tile, layout, columns, outputs);
-    case 6: return tile_times_some<GROUP, 6>(tile, layout, columns, outputs);
-    }
-}
+// 8 sums, a register of codes, its bit pairs, the mask and the products fit the 16 registers.
+constexpr int MAX_COLUMNS = 8;
 
-void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & layout, const uint8_t * const * columns,
-                        int n_cols, float (*outputs)[TILE_ROWS]) {
-    if (group == 64) {
-        dispatch_columns<64>(tile, layout, columns, n_cols, outputs);
+template <int GROUP, int COLS>
+void dispatch_columns(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
+                      int n_cols, float * const * outputs) {
+    if constexpr (COLS == 1) {
+        multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
+    } else if (n_cols == COLS) {
+        multiply_columns<GROUP, COLS>(tiles, n_rows, layout, panel, outputs);
     } else {
-        dispatch_columns<128>(tile, layout, columns, n_cols, outputs);
+        dispatch_columns<GROUP, COLS - 1>(tiles, n_rows, layout, panel, n_cols, outputs);
+    }
+}
+
+void multiply(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayout & layout, const uint8_t * panel,
+              int n_cols, float * const * outputs) {
+    if (group == 64) {
+        dispatch_columns<64, MAX_COLUMNS>(tiles, n_rows, layout, panel, n_cols, outputs);
+    } else {
+        dispatch_columns<128, MAX_COLUMNS>(tiles, n_rows, layout, panel, n_cols, outputs);
     }
 }
 
 }  // namespace
 
-const Kernels KERNELS_AVX2 = {"avx2", quantize, hadamard, tile_times_columns, squared_relu_for_silu};
+const Kernels KERNELS_AVX2 = {"avx2", quantize, hadamard, multiply, MAX_COLUMNS, squared_relu_for_silu};
 
 }  // namespace tern

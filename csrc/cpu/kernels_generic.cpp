@@ -15,7 +15,7 @@ namespace {
 void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
     int8_t * q = reinterpret_cast<int8_t *>(column);
     float * scales = reinterpret_cast<float *>(column + layout.scales);
-    int32_t * sums = reinterpret_cast<int32_t *>(column + layout.sums);
+    int16_t * minus_sums = reinterpret_cast<int16_t *>(column + layout.sums);
     for (int64_t g = group_begin; g < group_end; g++) {
         const int64_t begin = g * ACTIVATION_GROUP;
         const int64_t end = std::min<int64_t>(begin + ACTIVATION_GROUP, layout.n_in);
@@ -35,7 +35,7 @@ void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin,
                 q[i] = usable ? static_cast<int8_t>(std::clamp(std::nearbyint(x[i] / d), -127.0f, 127.0f)) : int8_t{0};
                 sum += q[i];
             }
-            sums[half / ACTIVATION_SUM_GROUP] = sum;
+            minus_sums[half / ACTIVATION_SUM_GROUP] = static_cast<int16_t>(-sum);
         }
     }
 }
@@ -57,41 +57,39 @@ void hadamard(float * x, const float * signs, int64_t block) {
     }
 }
 
-void tile_times_columns(const uint8_t * tile, int group, const ColumnLayout & layout, const uint8_t * const * columns,
-                        int n_cols, float (*outputs)[TILE_ROWS]) {
-    const uint8_t * scales = tile + tile_code_bytes(layout.n_in);
-    for (int c = 0; c < n_cols; c++) {
-        const int8_t * q = reinterpret_cast<const int8_t *>(columns[c]);
-        const float * d_x = reinterpret_cast<const float *>(columns[c] + layout.scales);
-        const int32_t * sums = reinterpret_cast<const int32_t *>(columns[c] + layout.sums);
-        float y[TILE_ROWS] = {};
-        for (int64_t begin = 0; begin < layout.n_in; begin += group) {
-            int32_t products[TILE_ROWS] = {};
-            for (int64_t i = begin; i < begin + group; i += 16) {
-                const uint8_t * load = tile + i * 2;
-                for (int row = 0; row < TILE_ROWS; row++) {
-                    for (int k = 0; k < 16; k++) {
-                        products[row] += (load[row * 4 + k % 4] >> 2 * (k / 4) & 3) * q[i + k];
-                    }
+void multiply(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayout & layout, const uint8_t * panel,
+              int n_cols, float * const * outputs) {
+    const int8_t * q = reinterpret_cast<const int8_t *>(panel);
+    const float * d_x = reinterpret_cast<const float *>(panel + layout.scales * n_cols);
+    const int16_t * minus_sums = reinterpret_cast<const int16_t *>(panel + layout.sums * n_cols);
+    for (int64_t r = 0; r < n_rows; r++) {
+        const uint8_t * tile = tiles + r / TILE_ROWS * tile_bytes(layout.n_in, group);
+        const uint8_t * codes = tile + r % TILE_ROWS * 4;
+        const uint8_t * scales = tile + tile_code_bytes(layout.n_in) + r % TILE_ROWS * 2;
+        for (int c = 0; c < n_cols; c++) {
+            float y = 0;
+            for (int64_t begin = 0; begin < layout.n_in; begin += group) {
+                int32_t sum = 0;
+                for (int64_t half = begin / ACTIVATION_SUM_GROUP; half < (begin + group) / ACTIVATION_SUM_GROUP;
+                     half++) {
+                    sum += minus_sums[(half / 2 * n_cols + c) * 2 + half % 2];
                 }
-            }
-            int32_t sum = 0;
-            for (int64_t half = begin; half < begin + group; half += ACTIVATION_SUM_GROUP) {
-                sum += sums[half / ACTIVATION_SUM_GROUP];
-            }
-            for (int row = 0; row < TILE_ROWS; row++) {
+                for (int64_t i = begin; i < begin + group; i++) {
+                    const int code = codes[i / 16 * 32 + i % 4] >> 2 * (i / 4 % 4) & 3;
+                    sum += code * q[(i / 4 * n_cols + c) * 4 + i % 4];
+                }
                 uint16_t d_w;
-                std::memcpy(&d_w, scales + (begin / group * TILE_ROWS + row) * 2, sizeof(d_w));
-                const float d = fp32_from_fp16(d_w) * d_x[begin / ACTIVATION_GROUP];
-                y[row] += static_cast<float>(products[row] - sum) * d;
+                std::memcpy(&d_w, scales + begin / group * TILE_ROWS * 2, sizeof(d_w));
+                const float d = fp32_from_fp16(d_w) * d_x[begin / ACTIVATION_GROUP * n_cols + c];
+                y += static_cast<float>(sum) * d;
             }
+            outputs[c][r] = y;
         }
-        std::memcpy(outputs[c], y, sizeof(y));
     }
 }
 
 }  // namespace
 
-const Kernels KERNELS_GENERIC = {"generic", quantize, hadamard, tile_times_columns, squared_relu_for_silu};
+const Kernels KERNELS_GENERIC = {"generic", quantize, hadamard, multiply, 6, squared_relu_for_silu};
 
 }  // namespace tern
