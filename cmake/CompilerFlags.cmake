@@ -17,3 +17,22 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
 else()
   set(TERN_X86_64 FALSE)
 endif()
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
+  set(TERN_AARCH64 TRUE)
+else()
+  set(TERN_AARCH64 FALSE)
+endif()
+
+include(CheckCXXCompilerFlag)
+
+# Adds sources for an instruction set to tern_cpu, compiled with FLAGS (a list), unless this compiler is too old for the last
+# of them. Then NAME is defined for those who choose among the instruction sets.
+function(tern_instruction_set name flags)
+  list(GET flags -1 _last)
+  check_cxx_compiler_flag("${_last}" HAVE_${name})
+  if(HAVE_${name})
+    target_sources(tern_cpu PRIVATE ${ARGN})
+    set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS "${flags}")
+    target_compile_definitions(tern_cpu PRIVATE ${name})
+  endif()
+endfunction()

@@ -83,7 +83,7 @@ def main(rounds: int, threads: int, types: tuple[str, ...], out: Path) -> None:
                 turn = [(pair.plain_model, pair.plain), (pair.rotated_model, pair.rotated)]
                 for model, samples in turn if number % 2 == 0 else reversed(turn):
                     progress.update(task, description=model.name)
-                    processor = bench.measure(model, samples)
+                    processor, _ = bench.measure(model, samples)
                     progress.advance(task)
 
     text = table(pairs)

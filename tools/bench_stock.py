@@ -18,7 +18,17 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarking import LlamaBench, Samples, markdown, out_option, spread, synthetic, write_report
+from benchmarking import (
+    PLUGIN,
+    STOCK,
+    LlamaBench,
+    Samples,
+    markdown,
+    out_option,
+    spread,
+    synthetic,
+    write_report,
+)
 
 N_PROMPT, N_GENERATE = 512, 64
 
@@ -88,7 +98,8 @@ def main(rounds: int, slow_rounds: int, threads: int, out: Path) -> None:
         task = progress.add_task("measuring", total=len(schedule))
         for contender in schedule:
             progress.update(task, description=contender.name)
-            processor = bench.measure(models[contender.type_name], contender.samples, stock=contender.stock)
+            engine = STOCK if contender.stock else PLUGIN
+            processor, _ = bench.measure(models[contender.type_name], contender.samples, engine)
             progress.advance(task)
 
     text = table(contenders, {name: path.stat().st_size for name, path in models.items()})

@@ -7,9 +7,10 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -43,32 +44,83 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """A llama-bench. program: the stock one that comes along by default. variables: of its environment, in
+    addition to our own."""
+
+    plugin: bool = False
+    program: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        return host.host_environment(stock=not self.plugin) | dict(self.variables)
+
+
+PLUGIN, STOCK = Engine(plugin=True), Engine()
+
+
+class Host(NamedTuple):
+    """What a llama-bench says of where it runs."""
+
+    processor: str
+    build: str  # of its llama.cpp
+
+
+class BenchFailed(click.ClickException):
+    """A call of llama-bench that failed. reason: in one line."""
+
+    def __init__(self, command: Sequence[str], reason: str, details: str) -> None:
+        super().__init__(f"{' '.join(command)} failed: {reason}\n{details}".rstrip())
+        self.reason = reason
+
+
+@dataclass(frozen=True)
 class LlamaBench:
-    """A stock llama-bench that runs two tests: a prompt of n_prompt tokens, then n_generate tokens. What the
-    machine does besides lasts for seconds, so a test is repeated little and llama-bench is called often."""
+    """A call of llama-bench that runs two tests: a prompt of n_prompt tokens, then n_generate tokens; 0: not
+    that one. What the machine does besides lasts for seconds, so a test is repeated little and llama-bench is
+    called often. depth: tokens that are in the KV cache before each test, of the type kv."""
 
     n_prompt: int
     n_generate: int
     threads: int
     repetitions: int = 1
+    depth: int = 0
+    kv: str = ""
+    flash_attention: bool | None = None
+    warm_up: bool = True
 
     @property
     def arguments(self) -> list[str]:
-        return f"-p {self.n_prompt} -n {self.n_generate} -t {self.threads} -r {self.repetitions}".split()
+        words = f"-p {self.n_prompt} -n {self.n_generate} -t {self.threads} -r {self.repetitions}".split()
+        words += ["-d", str(self.depth)] if self.depth else []
+        words += ["-ctk", self.kv, "-ctv", self.kv] if self.kv else []
+        words += ["-fa", str(int(self.flash_attention))] if self.flash_attention is not None else []
+        words += [] if self.warm_up else ["--no-warmup"]
+        return words
 
-    def measure(self, model: Path, samples: Samples, *, stock: bool = False) -> str:
-        """Adds the samples of one call to both lists; returns the name of the processor. stock: without the
-        plug-in."""
-        command = [str(host.llama_cpp_dir() / "llama-bench"), "-m", str(model), "-o", "json", *self.arguments]
-        done = subprocess.run(
-            command, env=host.host_environment(stock), capture_output=True, text=True, check=False
-        )
+    def measure(self, model: Path, samples: Samples, engine: Engine = PLUGIN) -> Host:
+        """Adds the samples of one call to both lists.
+
+        Raises BenchFailed."""
+        program = engine.program or host.llama_cpp_dir() / "llama-bench"
+        command = [str(program), "-m", str(model), "-o", "json", *self.arguments]
+        try:
+            done = subprocess.run(
+                command, env=engine.environment(), capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            raise BenchFailed(command, error.strerror or "it does not start", "") from error
         if done.returncode != 0:
-            raise click.ClickException(f"{' '.join(command)} failed:\n{done.stderr}")
-        tests = json.loads(done.stdout)
+            said = done.stderr.strip()
+            reason = said.splitlines()[-1] if said else f"exit code {done.returncode}, and not a word"
+            raise BenchFailed(command, reason, said)
+        try:
+            tests = json.loads(done.stdout)
+        except ValueError as error:
+            raise BenchFailed(command, "what it wrote is not JSON", done.stdout) from error
         for test in tests:
             (samples.prefill if test["n_prompt"] else samples.decode).extend(test["samples_ts"])
-        return str(tests[0]["cpu_info"])
+        return Host(str(tests[0]["cpu_info"]), f"{tests[0]['build_number']} ({tests[0]['build_commit']})")
 
 
 def spread(samples: Sequence[float]) -> str:

@@ -8,9 +8,9 @@ The default is a Qwen3 0.6B: width 1024, ffn 3072, 28 layers, 16 query and 8 KV 
 49152 (with the tokenizer of SmolLM2, so that it serves text), embedding and head tied. Every matrix is
 ternary with a single scale, so the very same weights fit losslessly into all five ternary types whatever
 their block size, and engines and types can be compared on equal terms. The weights are random: the model
-talks nonsense, at the speed of a real one.
+talks nonsense, at the speed of a real one. The 1.7B has width 2048 and ffn 6144 instead.
 
-The other model is a Qwen3.5 27B, a hybrid: three layers of Gated DeltaNet, then one of full attention. Its
+A third model is a Qwen3.5 27B, a hybrid: three layers of Gated DeltaNet, then one of full attention. Its
 keys and tensors are those of the released Ternary-Bonsai-2-27B.
 
 With --rotate the same trits are stored weights of a rotated model: the file has the prism.hadamard.* keys,
@@ -187,7 +187,11 @@ class HybridShape:
 
 
 AnyShape = Shape | HybridShape
-MODELS: dict[str, AnyShape] = {"qwen3-0.6b": Shape(), "qwen35-27b": HybridShape()}
+MODELS: dict[str, AnyShape] = {
+    "qwen3-0.6b": Shape(),
+    "qwen3-1.7b": Shape(width=2048, ffn=6144),
+    "qwen35-27b": HybridShape(),
+}
 
 
 def ffn_tensors(block: str, norm: str, width: int, ffn: int, branch: float) -> Iterator[Tensor]:

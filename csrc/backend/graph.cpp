@@ -1,16 +1,18 @@
 // Running a graph: our operations become custom operations in a copy of the node list, and the stock CPU backend runs
 // the whole list in one call. Our kernels thereby run in ggml's own threads, with ggml's barriers between the nodes.
 //
-//   the graph:       ... RMS_NORM  MUL  MUL_MAT(wq)              MUL_MAT(wk)     ROPE ...
-//   what is run:     ... RMS_NORM  MUL  prepare   multiply(wq)   multiply(wk)    ROPE ...
+//   the graph:       ... RMS_NORM  MUL  MUL_MAT(wq)             ROPE   MUL_MAT(wk)   ROPE ...
+//   what is run:     ... RMS_NORM  MUL  prepare  multiply(wq, wk)  ROPE                ROPE ...
 //
-// The quantized columns of an activation serve all the matrices that it meets in a row and that want it rotated alike. A
-// replaced node is a copy of the original with another operation: its flags and its memory stay, and what consumes it still
-// reads the original.
+// The quantized columns of an activation serve all the matrices that it meets in a row and that want it rotated alike, and
+// these are multiplied in one go where nothing in between touches the memory of the later results: every operation ends in a
+// barrier, and in decode there are so many that the barriers count. A replaced node is a copy of the original with another
+// operation: its flags and its memory stay, and what consumes it still reads the original.
+#include "../cpu/shared_work.h"
+#include "attention.h"
 #include "backend.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,29 +24,39 @@ namespace tern {
 namespace {
 
 // An activation, how it is rotated, and where its quantized columns lie: column (i1, i2, i3) has index
-// (i3*ne[2] + i2)*ne[1] + i1.
+// (i3*ne[2] + i2)*ne[1] + i1. The columns with one (i2, i3), a slice, are dealt out to panels. Where experts choose among
+// the columns, each is a panel of its own.
 struct Activation {
     const ggml_tensor * x;
     const Rotation * rotation;  // or nullptr
+    bool for_experts;
     ColumnLayout layout;
+    Panels panels;  // of a slice
     uint8_t * columns = nullptr;
 
-    Activation(const ggml_tensor * x, const Rotation * rotation) : x(x), rotation(rotation), layout(x->ne[0]) {}
+    Activation(const ggml_tensor * x, const Rotation * rotation, bool for_experts)
+        : x(x), rotation(rotation), for_experts(for_experts), layout(x->ne[0]),
+          panels(x->ne[1], for_experts ? 1 : kernels().max_columns) {}
 
-    int64_t n_columns() const { return x->ne[1] * x->ne[2] * x->ne[3]; }
-    size_t bytes() const { return static_cast<size_t>(n_columns()) * layout.bytes; }
+    bool serves(const ggml_tensor * x, const Rotation * rotation, bool for_experts) const {
+        return this->x == x && this->rotation == rotation && this->for_experts == for_experts;
+    }
+    int64_t n_slices() const { return x->ne[2] * x->ne[3]; }
+    size_t bytes() const { return static_cast<size_t>(n_slices() * x->ne[1]) * layout.bytes; }
     uint8_t * column(int64_t index) const { return columns + index * layout.bytes; }
 };
 
-// One matrix multiplication; the threads take units of work off a common counter, so that uneven cores finish together.
+// One matrix multiplication, or one with experts.
 struct Multiplication {
     const ggml_tensor * node;
     const Activation * activation;
     bool squared_relu;  // whether the products pass through squared ReLU
-    std::atomic<int64_t> next_unit{0};
+};
 
-    Multiplication(const ggml_tensor * node, const Activation * activation, bool squared_relu)
-        : node(node), activation(activation), squared_relu(squared_relu) {}
+// Multiplications of one activation that run as one operation.
+struct MultiplicationGroup {
+    std::vector<Multiplication> members;
+    SharedWork work;
 };
 
 // One of the matrices that a weight tensor stacks in its third and fourth dimension.
@@ -72,28 +84,15 @@ struct WeightMatrix {
 
 // The columns that meet one matrix, and where their results go.
 struct Columns {
-    std::vector<const uint8_t *> in;
+    const uint8_t * panels = nullptr;
     std::vector<float *> out;
 
-    void clear() {
-        in.clear();
-        out.clear();
-    }
-    void add(const uint8_t * column, float * result) {
-        in.push_back(column);
-        out.push_back(result);
-    }
+    int64_t count() const { return static_cast<int64_t>(out.size()); }
 };
 
 float * result_row(const ggml_tensor * node, int64_t i1, int64_t i2, int64_t i3) {
     return reinterpret_cast<float *>(static_cast<char *>(node->data) + i1 * node->nb[1] + i2 * node->nb[2] +
                                      i3 * node->nb[3]);
-}
-
-// Tiles that a thread takes at a time: a few units for each thread, and not so small that taking them costs.
-int64_t tiles_per_unit(int64_t n_out, int n_threads) {
-    const int64_t per_thread = (tile_count(n_out) + n_threads - 1) / n_threads;
-    return std::clamp<int64_t>(per_thread / 4, 4, 64);
 }
 
 // Plain rows are put into a tile as they come.
@@ -110,8 +109,8 @@ void multiply_plain_rows(const WeightMatrix & w, int64_t tile_begin, int64_t til
         for (float * result : columns.out) {
             out.push_back(result + row);
         }
-        matmul(kernels(), tile.data(), w.group, n_rows, 0, 1, layout, columns.in.data(),
-               static_cast<int64_t>(columns.in.size()), out.data());
+        multiply_panels(kernels(), tile.data(), w.group, n_rows, 0, 1, layout, columns.panels, columns.count(),
+                        out.data());
     }
 }
 
@@ -119,8 +118,8 @@ void multiply_tiles(const Multiplication & task, const WeightMatrix & w, int64_t
                     const Columns & columns) {
     const ColumnLayout & layout = task.activation->layout;
     if (w.row_stride == 0) {
-        matmul(kernels(), w.data, w.group, w.n_out, tile_begin, tile_end, layout, columns.in.data(),
-               static_cast<int64_t>(columns.in.size()), columns.out.data());
+        multiply_panels(kernels(), w.data, w.group, w.n_out, tile_begin, tile_end, layout, columns.panels,
+                        columns.count(), columns.out.data());
     } else {
         multiply_plain_rows(w, tile_begin, tile_end, layout, columns);
     }
@@ -138,64 +137,90 @@ void multiply_tiles(const Multiplication & task, const WeightMatrix & w, int64_t
 void prepare_activation(ggml_tensor *, int ith, int nth, void * data) {
     const Activation & activation = *static_cast<const Activation *>(data);
     const ggml_tensor * x = activation.x;
+    const Panels & panels = activation.panels;
     const int64_t unit = rotation_unit(activation.rotation);
-    const int64_t n_groups = activation.layout.n_groups;
-    const int64_t n_units = n_groups / unit;  // a block divides the column
-    const int64_t total = activation.n_columns() * n_units;
+    const int64_t n_units = activation.layout.n_groups / unit;  // of a panel; a block divides the column
+    const int64_t total = activation.n_slices() * panels.count * n_units;
     const int64_t end = total * (ith + 1) / nth;
+    thread_local std::vector<const float *> values;
     for (int64_t u = total * ith / nth; u < end;) {
-        const int64_t column = u / n_units;
+        const int64_t panel = u / n_units % panels.count;
+        const int64_t slice = u / n_units / panels.count;
         const int64_t first = u % n_units;
         const int64_t last = std::min(n_units, first + end - u);
-        const int64_t i1 = column % x->ne[1];
-        const int64_t i2 = column / x->ne[1] % x->ne[2];
-        const int64_t i3 = column / x->ne[1] / x->ne[2];
-        const auto * values = reinterpret_cast<const float *>(static_cast<const char *>(x->data) + i1 * x->nb[1] +
-                                                              i2 * x->nb[2] + i3 * x->nb[3]);
-        prepare_column(kernels(), activation.rotation, activation.layout, values, first * unit, last * unit,
-                       activation.column(column));
+        values.clear();
+        for (int64_t i1 = panels.begin(panel); i1 < panels.begin(panel + 1); i1++) {
+            values.push_back(reinterpret_cast<const float *>(static_cast<const char *>(x->data) + i1 * x->nb[1] +
+                                                             slice % x->ne[2] * x->nb[2] +
+                                                             slice / x->ne[2] * x->nb[3]));
+        }
+        prepare_panel(kernels(), activation.rotation, activation.layout, values.data(), panels.width(panel),
+                      first * unit, last * unit, activation.column(slice * x->ne[1] + panels.begin(panel)));
         u += last - first;
     }
 }
 
-void multiply(ggml_tensor *, int ith, int nth, void * data) {
-    auto & task = *static_cast<Multiplication *>(data);
-    const ggml_tensor * node = task.node;
+// The units of work of one multiplication without experts: `per_unit` tiles of one slice.
+struct Units {
+    int64_t tiles;
+    int64_t per_unit;
+    int64_t per_slice;
+    int64_t count;
+
+    Units(const ggml_tensor * node, int n_threads)
+        : tiles(tile_count(node->src[0]->ne[1])), per_unit(tiles_per_unit(node->src[0]->ne[1], n_threads)),
+          per_slice((tiles + per_unit - 1) / per_unit), count(per_slice * node->src[1]->ne[2] * node->src[1]->ne[3]) {}
+
+    int64_t slice(int64_t unit) const { return unit / per_slice; }
+    int64_t tile_begin(int64_t unit) const { return unit % per_slice * per_unit; }
+    int64_t tile_end(int64_t unit) const { return std::min(tile_begin(unit) + per_unit, tiles); }
+};
+
+// The matrix that the columns of a slice meet; it serves x->ne[2] / w->ne[2] slices (grouped heads).
+WeightMatrix matrix_of_slice(const ggml_tensor * node, int64_t slice) {
     const ggml_tensor * w = node->src[0];
     const ggml_tensor * x = node->src[1];
-    const Activation & activation = *task.activation;
+    return WeightMatrix(w, slice % x->ne[2] / (x->ne[2] / w->ne[2]), slice / x->ne[2] / (x->ne[3] / w->ne[3]));
+}
 
-    const int64_t tiles = tile_count(w->ne[1]);
-    const int64_t per_unit = tiles_per_unit(w->ne[1], nth);
-    const int64_t units_per_slice = (tiles + per_unit - 1) / per_unit;
-    const int64_t n_units = units_per_slice * x->ne[2] * x->ne[3];
+int64_t count_units(const MultiplicationGroup & group, int n_threads) {
+    int64_t count = 0;
+    for (const Multiplication & member : group.members) {
+        count += Units(member.node, n_threads).count;
+    }
+    return count;
+}
 
+void multiply(ggml_tensor *, int ith, int nth, void * data) {
+    auto & group = *static_cast<MultiplicationGroup *>(data);
+    const Activation & activation = *group.members.front().activation;
     thread_local Columns columns;
+    const Multiplication * member = nullptr;
     int64_t slice = -1;
-    for (;;) {
-        const int64_t unit = task.next_unit.fetch_add(1, std::memory_order_relaxed);
-        if (unit >= n_units) {
-            break;
+    group.work.run(count_units(group, nth), ith, nth, [&](int64_t unit) {
+        const Multiplication * found = group.members.data();
+        for (; unit >= Units(found->node, nth).count; found++) {
+            unit -= Units(found->node, nth).count;
         }
-        const int64_t i2 = unit / units_per_slice % x->ne[2];
-        const int64_t i3 = unit / units_per_slice / x->ne[2];
-        if (unit / units_per_slice != slice) {
-            slice = unit / units_per_slice;
-            columns.clear();
+        const Units units(found->node, nth);
+        if (found != member || units.slice(unit) != slice) {
+            member = found;
+            slice = units.slice(unit);
+            const ggml_tensor * x = activation.x;
+            columns.panels = activation.column(slice * x->ne[1]);
+            columns.out.clear();
             for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
-                columns.add(activation.column(slice * x->ne[1] + i1), result_row(node, i1, i2, i3));
+                columns.out.push_back(result_row(member->node, i1, slice % x->ne[2], slice / x->ne[2]));
             }
         }
-        // A weight matrix serves x->ne[2] / w->ne[2] slices (grouped heads).
-        const WeightMatrix matrix(w, i2 / (x->ne[2] / w->ne[2]), i3 / (x->ne[3] / w->ne[3]));
-        const int64_t first = unit % units_per_slice * per_unit;
-        multiply_tiles(task, matrix, first, std::min(first + per_unit, tiles), columns);
-    }
-    (void)ith;
+        multiply_tiles(*member, matrix_of_slice(member->node, slice), units.tile_begin(unit), units.tile_end(unit),
+                       columns);
+    });
 }
 
 void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
-    auto & task = *static_cast<Multiplication *>(data);
+    auto & group = *static_cast<MultiplicationGroup *>(data);
+    const Multiplication & task = group.members.front();
     const ggml_tensor * node = task.node;
     const ggml_tensor * w = node->src[0];
     const ggml_tensor * x = node->src[1];
@@ -233,25 +258,27 @@ void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
     const int64_t n_units = units_per_expert * static_cast<int64_t>(active.size());
 
     thread_local Columns columns;
+    thread_local std::vector<const uint8_t *> in;
+    thread_local std::vector<uint8_t> panels;
     int64_t expert = -1;
-    for (;;) {
-        const int64_t unit = task.next_unit.fetch_add(1, std::memory_order_relaxed);
-        if (unit >= n_units) {
-            break;
-        }
+    group.work.run(n_units, ith, nth, [&](int64_t unit) {
         if (active[unit / units_per_expert] != expert) {
             expert = active[unit / units_per_expert];
-            columns.clear();
+            in.clear();
+            columns.out.clear();
             for (const int64_t pair : chosen[expert]) {
                 const int64_t slot = pair % ids->ne[0];
                 const int64_t token = pair / ids->ne[0];
-                columns.add(activation.column(token * x->ne[1] + slot % x->ne[1]), result_row(node, slot, token, 0));
+                in.push_back(activation.column(token * x->ne[1] + slot % x->ne[1]));
+                columns.out.push_back(result_row(node, slot, token, 0));
             }
+            panels.resize(in.size() * activation.layout.bytes);
+            make_panels(kernels(), activation.layout, in.data(), columns.count(), panels.data());
+            columns.panels = panels.data();
         }
         const int64_t first = unit % units_per_expert * per_unit;
         multiply_tiles(task, WeightMatrix(w, expert, 0), first, std::min(first + per_unit, tiles), columns);
-    }
-    (void)ith;
+    });
 }
 
 // data: the rotation of the matrix, or nullptr.
@@ -296,6 +323,15 @@ bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
     return begin_a < begin_b + host().ggml_nbytes(b) && begin_b < begin_a + host().ggml_nbytes(a);
 }
 
+// Whether the node reads or writes memory of `result`.
+bool touches(const ggml_tensor * node, const ggml_tensor * result) {
+    if (overlap(node, result)) {
+        return true;
+    }
+    return std::any_of(std::begin(node->src), std::end(node->src),
+                       [&](const ggml_tensor * src) { return src != nullptr && overlap(src, result); });
+}
+
 bool moves_no_data(ggml_op op) {
     return op == host().op_none || op == host().op_view || op == host().op_reshape || op == host().op_permute ||
            op == host().op_transpose;
@@ -338,7 +374,9 @@ struct GraphRunner::State {
     std::vector<ggml_tensor *> nodes;
     std::deque<ggml_tensor> replaced;
     std::deque<Activation> activations;
-    std::deque<Multiplication> multiplications;
+    std::deque<MultiplicationGroup> multiplications;
+    std::deque<AttentionTask> attentions;
+    std::vector<float> attention_scratch;
     uint8_t * scratch = nullptr;
     size_t scratch_bytes = 0;
 
@@ -372,10 +410,23 @@ struct GraphRunner::State {
         replaced.clear();
         activations.clear();
         multiplications.clear();
+        attentions.clear();
+        size_t n_attention_scratch = 0;
         Activation * current = nullptr;  // whose quantized columns the scratch memory holds at this point
         size_t needed = 0;
+        int group_begin = 0;  // where in the graph the last of the multiplications stands
         for (int i = 0; i < graph->n_nodes; i++) {
             ggml_tensor * node = graph->nodes[i];
+            if (is_our_attention(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0) {
+                AttentionTask & task = attentions.emplace_back(node);
+                n_attention_scratch = std::max(n_attention_scratch, task.work.n_scratch());
+                add_custom(node, attend, &task);
+                if (task.work.is_split()) {
+                    add_custom(node, combine_attention, &task);
+                }
+                forget_if_overwritten(current, node);
+                continue;
+            }
             if (!is_ternary_op(node) || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
                 nodes.push_back(node);
                 forget_if_overwritten(current, node);
@@ -394,20 +445,45 @@ struct GraphRunner::State {
                 add_custom(node, get_rows, const_cast<Rotation *>(treatment->rotation));
             } else {
                 const ggml_tensor * x = node->src[1];
-                if (current == nullptr || current->x != x || current->rotation != treatment->rotation) {
-                    current = &activations.emplace_back(x, treatment->rotation);
+                const bool for_experts = node->op == host().op_mul_mat_id;
+                if (current == nullptr || !current->serves(x, treatment->rotation, for_experts)) {
+                    current = &activations.emplace_back(x, treatment->rotation, for_experts);
                     needed = std::max(needed, current->bytes());
                     add_custom(node, prepare_activation, current);
                 }
-                Multiplication & task = multiplications.emplace_back(node, current, treatment->squared_relu);
-                add_custom(node, node->op == host().op_mul_mat ? multiply : multiply_experts, &task);
+                const Multiplication task{node, current, treatment->squared_relu};
+                if (for_experts || !joins_group(graph, group_begin, i, task)) {
+                    multiplications.emplace_back().members.push_back(task);
+                    add_custom(node, for_experts ? multiply_experts : multiply, &multiplications.back());
+                    group_begin = i;
+                }
             }
             forget_if_overwritten(current, node);
+        }
+        if (attention_scratch.size() < n_attention_scratch) {
+            attention_scratch.resize(n_attention_scratch);
+        }
+        for (AttentionTask & task : attentions) {
+            task.scratch = attention_scratch.data();
         }
         reserve_scratch(needed);
         for (Activation & activation : activations) {
             activation.columns = scratch;
         }
+        return true;
+    }
+
+    // Puts the node at `position` into the last group, which stands at `group_begin`, if it may be computed there.
+    bool joins_group(const ggml_cgraph * graph, int group_begin, int position, const Multiplication & task) {
+        if (multiplications.empty() || multiplications.back().members.front().activation != task.activation) {
+            return false;
+        }
+        for (int i = group_begin + 1; i < position; i++) {
+            if (touches(graph->nodes[i], task.node)) {
+                return false;
+            }
+        }
+        multiplications.back().members.push_back(task);
         return true;
     }
 

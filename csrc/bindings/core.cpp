@@ -8,6 +8,9 @@
 #include "../format/hadamard.h"
 #include "../format/ternarize.h"
 #include "../format/ternary_types.h"
+#include "arguments.h"
+#include "bindings.h"
+#include "tiled_matrix.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -23,7 +26,6 @@
 #include <optional>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -33,81 +35,7 @@ using namespace tern;
 
 namespace {
 
-using Bytes = py::array_t<uint8_t>;
-
-// ---- helpers ----
-
-// Calls work(begin, end) for parts of [0, n) on up to n_threads threads (0: as many as the machine has).
-void parallel(int64_t n, int n_threads, const std::function<void(int64_t, int64_t)> & work) {
-    if (n_threads <= 0) {
-        n_threads = std::max(1u, std::thread::hardware_concurrency());
-    }
-    n_threads = static_cast<int>(std::min<int64_t>(n_threads, n));
-    if (n_threads <= 1) {
-        work(0, n);
-        return;
-    }
-    const int64_t part = std::max<int64_t>(1, n / (n_threads * 8));
-    std::atomic<int64_t> next{0};
-    const auto run = [&] {
-        for (int64_t begin; (begin = next.fetch_add(part)) < n;) {
-            work(begin, std::min(begin + part, n));
-        }
-    };
-    std::vector<std::thread> threads;
-    for (int i = 1; i < n_threads; i++) {
-        threads.emplace_back(run);
-    }
-    run();
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
-}
-
-const TernaryType & require_type(uint32_t id) {
-    const TernaryType * type = ternary_type(id);
-    if (type == nullptr) {
-        throw py::value_error("type " + std::to_string(id) +
-                              " is not ternary; PQ2_0 (142), PTQ1_0 (143), Q2_0 (42), TQ2_0 (35) and TQ1_0 (34) are");
-    }
-    return *type;
-}
-
-void require_matrix(const py::array & array, const char * name) {
-    if (array.ndim() != 2) {
-        throw py::value_error(std::string(name) + " must have 2 dimensions [n_rows, n], not " +
-                              std::to_string(array.ndim()));
-    }
-    if (!(array.flags() & py::array::c_style)) {
-        throw py::value_error(std::string(name) + " must be C-contiguous; numpy.ascontiguousarray() makes it so");
-    }
-}
-
-void require_dtype(const py::array & array, const char * name, char kind, py::ssize_t size, const char * wanted) {
-    if (array.dtype().kind() != kind || array.itemsize() != size) {
-        throw py::type_error(std::string(name) + " must be " + wanted + ", not " + std::string(py::str(array.dtype())));
-    }
-}
-
-void require_whole_blocks(const TernaryType & type, int64_t n_in, const char * name) {
-    if (n_in % type.block != 0) {
-        throw py::value_error(std::string(name) + " has rows of " + std::to_string(n_in) +
-                              " weights, which is no multiple of the " + std::to_string(type.block) +
-                              " in a block of " + type.name);
-    }
-}
-
-// Rows of packed bytes: returns n_in.
-int64_t require_packed(const TernaryType & type, const py::array & data, const char * name) {
-    require_dtype(data, name, 'u', 1, "uint8");
-    require_matrix(data, name);
-    if (data.shape(1) % type.block_bytes != 0) {
-        throw py::value_error(std::string(name) + " has rows of " + std::to_string(data.shape(1)) +
-                              " bytes, which is no multiple of the " + std::to_string(type.block_bytes) +
-                              " in a block of " + type.name);
-    }
-    return data.shape(1) / type.block_bytes * type.block;
-}
+// ---- codecs ----
 
 WeightFormat weight_format(const py::array & weights) {
     const char kind = weights.dtype().kind();
@@ -123,8 +51,6 @@ WeightFormat weight_format(const py::array & weights) {
     throw py::type_error("weights must be float32, float16 or uint16 (the bits of bfloat16), not " +
                          std::string(py::str(weights.dtype())));
 }
-
-// ---- codecs ----
 
 py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<py::array> out, int n_threads) {
     const TernaryType & type = require_type(type_id);
@@ -315,61 +241,9 @@ Bytes transcode(uint32_t from_id, uint32_t to_id, const py::array & data, int n_
 
 // ---- kernels ----
 
-const Kernels & kernels_by_name(const std::optional<std::string> & isa) {
-    if (!isa) {
-        return kernels();
-    }
-    int count;
-    const Kernels * const * tables = available_kernels(&count);
-    for (int i = 0; i < count; i++) {
-        if (*isa == tables[i]->isa) {
-            return *tables[i];
-        }
-    }
-    throw py::value_error("instruction set '" + *isa + "' is unknown or this processor lacks it");
-}
-
 py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, const py::array & x,
                                   const std::optional<std::string> & isa, int n_threads, const Rotation * rotation) {
-    const TernaryType & type = require_type(type_id);
-    const int64_t n_in = require_packed(type, data, "data");
-    require_dtype(x, "x", 'f', 4, "float32");
-    require_matrix(x, "x");
-    if (x.shape(1) != n_in) {
-        throw py::value_error("x has columns of " + std::to_string(x.shape(1)) +
-                              " values, the matrix has n_in = " + std::to_string(n_in));
-    }
-    if (rotation != nullptr && rotation->n_in != n_in) {
-        throw py::value_error("rotation is of " + std::to_string(rotation->n_in) +
-                              " inputs, the matrix has n_in = " + std::to_string(n_in));
-    }
-    const Kernels & table = kernels_by_name(isa);
-    const int64_t n_out = data.shape(0);
-    const int64_t n_cols = x.shape(0);
-    py::array_t<float> y(std::vector<py::ssize_t>{n_cols, n_out});
-    const auto * w = static_cast<const uint8_t *>(data.data());
-    const auto * values = static_cast<const float *>(x.data());
-    auto * results = y.mutable_data();
-
-    const py::gil_scoped_release unlocked;
-    const ColumnLayout layout(n_in);
-    std::vector<uint8_t> matrix(tiled_bytes(type, n_in, n_out));
-    pack_tiles(type, w, n_in, n_out, matrix.data());
-    const int group = group_of_tiles(type, matrix.data());
-    std::vector<uint8_t> quantized(layout.bytes * n_cols);
-    std::vector<const uint8_t *> columns(n_cols);
-    std::vector<float *> outputs(n_cols);
-    for (int64_t c = 0; c < n_cols; c++) {
-        columns[c] = quantized.data() + c * layout.bytes;
-        outputs[c] = results + c * n_out;
-        prepare_column(table, rotation, layout, values + c * n_in, 0, layout.n_groups,
-                       quantized.data() + c * layout.bytes);
-    }
-    parallel(tile_count(n_out), n_threads, [&](int64_t begin, int64_t end) {
-        matmul(table, first_tile(matrix.data()), group, n_out, begin, end, layout, columns.data(), n_cols,
-               outputs.data());
-    });
-    return y;
+    return multiply_tiled(make_tiled_matrix(type_id, data), x, isa, n_threads, rotation);
 }
 
 py::list available_isas() {
@@ -757,6 +631,9 @@ in the kernels.)")
         .def("unrotate", &unrotate, py::arg("z"), py::arg("n_threads") = 0, R"(
 P^-1(s * H(z)) of every row of z, float32 [n_rows, n_in]: the plain weights that stored ones stand for.)")
         .def("__eq__", [](const Rotation & a, const Rotation & b) { return a == b; }, py::is_operator());
+    bind_tiled_matrix(m);
+    bind_attention(m);
+    bind_roofline(m);
     m.attr("ROTATED_ARCHITECTURES") = py::tuple(py::cast(ROTATED_ARCHITECTURES));
     m.def("may_be_rotated", &may_be_rotated, py::arg("name"),
           "Whether the contract of rotated files lets a tensor of this name be rotated.");

@@ -1,4 +1,5 @@
-// The kernel tables that are compiled in, one per instruction set.
+// The kernel tables, one per instruction set. Declared are all; compiled in are those for the family of the processor that
+// the compiler can make.
 #pragma once
 
 #include "kernels.h"
@@ -6,8 +7,10 @@
 namespace tern {
 
 extern const Kernels KERNELS_GENERIC;
-#if defined(__x86_64__)
 extern const Kernels KERNELS_AVX2;
-#endif
+extern const Kernels KERNELS_AVXVNNI;
+extern const Kernels KERNELS_AVX512;
+extern const Kernels KERNELS_NEON;
+extern const Kernels KERNELS_I8MM;
 
 }  // namespace tern

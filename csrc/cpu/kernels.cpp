@@ -9,6 +9,13 @@
 #include <cstring>
 #include <vector>
 
+#if defined(TERN_AVXVNNI)
+#include <cpuid.h>
+#endif
+#if defined(TERN_NEON)
+#include <sys/auxv.h>
+#endif
+
 namespace tern {
 
 namespace {
@@ -18,28 +25,67 @@ namespace {
 constexpr size_t BLOCK_BYTES = 16 * 1024;
 constexpr size_t PANEL_BYTES = 128 * 1024;
 
-// Interleaves parts of PART bytes each: panel[i][c] = columns[c][i].
+// Interleaves the parts [begin, end) of columns, PART bytes each: panel[part][c] = columns[c][part]. `offset`: in a column.
 template <int PART>
-void interleave(const uint8_t * const * columns, int n_cols, size_t offset, int64_t n_parts, uint8_t * panel) {
-    panel += offset * n_cols;
-    for (int64_t i = 0; i < n_parts; i++) {
+void interleave(const uint8_t * const * columns, int n_cols, size_t offset, int64_t begin, int64_t end,
+                uint8_t * panel) {
+    panel += (offset + begin * PART) * n_cols;
+    for (int64_t i = begin; i < end; i++) {
         for (int c = 0; c < n_cols; c++, panel += PART) {
             std::memcpy(panel, columns[c] + offset + i * PART, PART);
         }
     }
 }
 
-void make_panel(const ColumnLayout & layout, const uint8_t * const * columns, int n_cols, uint8_t * panel) {
-    interleave<4>(columns, n_cols, 0, layout.n_in / 4, panel);
-    interleave<4>(columns, n_cols, layout.scales, layout.n_groups, panel);
-    interleave<4>(columns, n_cols, layout.sums, layout.n_groups, panel);
+// The groups [group_begin, group_end) of n_cols columns to a panel.
+void make_panel(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int n_cols,
+                int64_t group_begin, int64_t group_end, uint8_t * panel) {
+    const int64_t input_begin = group_begin * ACTIVATION_GROUP;
+    const int64_t input_end = std::min(group_end * ACTIVATION_GROUP, layout.n_in);
+    if (kernels.panel_inputs == 8) {
+        interleave<8>(columns, n_cols, 0, input_begin / 8, input_end / 8, panel);
+    } else {
+        interleave<4>(columns, n_cols, 0, input_begin / 4, input_end / 4, panel);
+    }
+    interleave<4>(columns, n_cols, layout.scales, group_begin, group_end, panel);
+    interleave<4>(columns, n_cols, layout.sums, group_begin, group_end, panel);
 }
+
+#if defined(TERN_AVXVNNI)
+// CPUID leaf 7, subleaf 1, bit 4 of eax; older compilers have no name for it.
+bool has_avxvnni() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+#endif
 
 std::vector<const Kernels *> find_kernels() {
     std::vector<const Kernels *> found;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+#if defined(TERN_AVX512)
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512vnni")) {
+            found.push_back(&KERNELS_AVX512);
+        }
+#endif
+#if defined(TERN_AVXVNNI)
+        if (has_avxvnni()) {
+            found.push_back(&KERNELS_AVXVNNI);
+        }
+#endif
         found.push_back(&KERNELS_AVX2);
+    }
+#endif
+#if defined(TERN_NEON)
+    if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0) {
+#if defined(TERN_I8MM)
+        if ((getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0) {
+            found.push_back(&KERNELS_I8MM);
+        }
+#endif
+        found.push_back(&KERNELS_NEON);
     }
 #endif
     found.push_back(&KERNELS_GENERIC);
@@ -110,6 +156,24 @@ void prepare_column(const Kernels & kernels, const Rotation * rotation, const Co
     }
 }
 
+void prepare_panel(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout,
+                   const float * const * x, int n_cols, int64_t group_begin, int64_t group_end, uint8_t * panel) {
+    if (n_cols == 1) {
+        prepare_column(kernels, rotation, layout, x[0], group_begin, group_end, panel);
+        return;
+    }
+    thread_local std::vector<uint8_t> memory;
+    thread_local std::vector<const uint8_t *> columns;
+    memory.resize(n_cols * layout.bytes);
+    columns.clear();
+    for (int c = 0; c < n_cols; c++) {
+        uint8_t * column = memory.data() + c * layout.bytes;
+        prepare_column(kernels, rotation, layout, x[c], group_begin, group_end, column);
+        columns.push_back(column);
+    }
+    make_panel(kernels, layout, columns.data(), n_cols, group_begin, group_end, panel);
+}
+
 void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * row, float * plain) {
     for (int64_t i = 0; i < rotation.n_in; i += rotation.block) {
         kernels.hadamard(row + i, nullptr, rotation.block);
@@ -120,47 +184,56 @@ void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * ro
     permute_back(rotation, row, plain);
 }
 
-void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
-            int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
-            float * const * outputs) {
-    thread_local std::vector<uint8_t> memory;
+void multiply_panels(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
+                     int64_t tile_end, const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols,
+                     float * const * outputs) {
     thread_local std::vector<float *> results;
     results.resize(static_cast<size_t>(kernels.max_columns));
     const size_t stride = tile_bytes(layout.n_in, group);
-    const int64_t block = std::max<int64_t>(1, static_cast<int64_t>(BLOCK_BYTES / stride));
-    // As many panels as are needed, all of about the same width.
-    const int64_t n_panels = (n_cols + kernels.max_columns - 1) / kernels.max_columns;
-    const auto panel_begin = [&](int64_t panel) { return n_cols * panel / n_panels; };
-    const auto panels_at_a_time =
+    const Panels p(n_cols, kernels.max_columns);
+    const auto tiles_in_block =
+        static_cast<int64_t>(BLOCK_BYTES / stride) / kernels.tiles_at_once * kernels.tiles_at_once;
+    const int64_t tiles_at_a_time =
+        p.count == 1 ? tile_end - tile_begin : std::max<int64_t>(kernels.tiles_at_once, tiles_in_block);
+    const int64_t panels_at_a_time =
         std::max<int64_t>(1, static_cast<int64_t>(PANEL_BYTES / layout.bytes) / kernels.max_columns);
-    for (int64_t first = 0; first < n_panels; first += panels_at_a_time) {
-        const int64_t last = std::min(first + panels_at_a_time, n_panels);
-        const int64_t first_column = panel_begin(first);
-        const uint8_t * panels = columns[first_column];
-        if (n_cols > 1) {
-            memory.resize(static_cast<size_t>(panel_begin(last) - first_column) * layout.bytes);
-            for (int64_t p = first; p < last; p++) {
-                const int64_t begin = panel_begin(p);
-                make_panel(layout, columns + begin, static_cast<int>(panel_begin(p + 1) - begin),
-                           memory.data() + (begin - first_column) * layout.bytes);
-            }
-            panels = memory.data();
-        }
-        for (int64_t tile = tile_begin; tile < tile_end; tile += n_cols > 1 ? block : tile_end - tile_begin) {
+    for (int64_t first = 0; first < p.count; first += panels_at_a_time) {
+        const int64_t last = std::min(first + panels_at_a_time, p.count);
+        for (int64_t tile = tile_begin; tile < tile_end; tile += tiles_at_a_time) {
             const int64_t row = tile * TILE_ROWS;
-            const int64_t end = n_cols > 1 ? std::min(tile + block, tile_end) : tile_end;
-            const int64_t n_rows = std::min(end * TILE_ROWS, n_out) - row;
-            for (int64_t p = first; p < last; p++) {
-                const int64_t begin = panel_begin(p);
-                const int width = static_cast<int>(panel_begin(p + 1) - begin);
-                for (int c = 0; c < width; c++) {
-                    results[c] = outputs[begin + c] + row;
+            const int64_t n_rows = std::min(std::min(tile + tiles_at_a_time, tile_end) * TILE_ROWS, n_out) - row;
+            for (int64_t panel = first; panel < last; panel++) {
+                for (int c = 0; c < p.width(panel); c++) {
+                    results[c] = outputs[p.begin(panel) + c] + row;
                 }
-                kernels.multiply(tiles + tile * stride, n_rows, group, layout,
-                                 panels + (begin - first_column) * layout.bytes, width, results.data());
+                kernels.multiply(tiles + tile * stride, n_rows, group, layout, panels + p.begin(panel) * layout.bytes,
+                                 p.width(panel), results.data());
             }
         }
     }
+}
+
+int64_t tiles_per_unit(int64_t n_out, int n_threads) {
+    const int64_t per_thread = (tile_count(n_out) + n_threads - 1) / n_threads;
+    return std::clamp<int64_t>(per_thread / 4, 4, 64);
+}
+
+void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
+                 uint8_t * panels) {
+    const Panels p(n_cols, kernels.max_columns);
+    for (int64_t panel = 0; panel < p.count; panel++) {
+        make_panel(kernels, layout, columns + p.begin(panel), p.width(panel), 0, layout.n_groups,
+                   panels + p.begin(panel) * layout.bytes);
+    }
+}
+
+void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
+            int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
+            float * const * outputs) {
+    thread_local std::vector<uint8_t> panels;
+    panels.resize(static_cast<size_t>(n_cols) * layout.bytes);
+    make_panels(kernels, layout, columns, n_cols, panels.data());
+    multiply_panels(kernels, tiles, group, n_out, tile_begin, tile_end, layout, panels.data(), n_cols, outputs);
 }
 
 }  // namespace tern

@@ -24,7 +24,7 @@ constexpr int ACTIVATION_SUM_GROUP = 64;
 
 // A panel holds n_cols quantized columns, interleaved as the kernels read them:
 //
-//   int8  q            [n_in/4][n_cols][4]
+//   int8  q            [n_in/4][n_cols][4], or [n_in/8][n_cols][8] where Kernels::panel_inputs is 8
 //   float d            [groups][n_cols]
 //   int16 minus_sum    [groups][n_cols][2 half groups]
 //
@@ -58,19 +58,19 @@ struct Kernels {
 
     // values[i] = silu^-1(relu(values[i])^2): see squared_relu.h.
     void (*squared_relu_for_silu)(float * values, int64_t n);
+
+    // Neighbouring inputs of a column that lie together in a panel.
+    int panel_inputs = 4;
+    // multiply() takes so many tiles at a time, and as long for fewer.
+    int tiles_at_once = 1;
 };
 
-// The best table for this processor, or the one that the environment variable TERN_ISA names ("generic", "avx2"); a name
-// that is unknown or that the processor lacks is reported on stderr and ignored.
+// The best table for this processor, or the one that the environment variable TERN_ISA names ("generic", "avx2", "avxvnni",
+// "avx512", "neon", "i8mm"); a name that is unknown or that the processor lacks is reported on stderr and ignored.
 const Kernels & kernels();
 
 // All tables that this processor can run, best first: entries [0, *count).
 const Kernels * const * available_kernels(int * count);
-
-// Quantizes the groups [group_begin, group_end) of the column x, rotated first if there is a rotation (else nullptr). The
-// groups are whole units of rotation_unit().
-void prepare_column(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout, const float * x,
-                    int64_t group_begin, int64_t group_end, uint8_t * column);
 
 // Groups that are rotated and quantized together: a block may span several of them.
 int64_t rotation_unit(const Rotation * rotation);
@@ -78,8 +78,39 @@ int64_t rotation_unit(const Rotation * rotation);
 // One row of rotated weights to the plain weights that it stands for; `row` is overwritten.
 void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * row, float * plain);
 
-// The rows of tiles [tile_begin, tile_end) of a matrix with n_out rows, times n_cols columns.
+// How n_cols columns are dealt out to panels: as many as are needed, all of about the same width. Panel p lies
+// begin(p) * ColumnLayout::bytes behind the first one.
+struct Panels {
+    int64_t n_cols;
+    int64_t count;
+
+    Panels(int64_t n_cols, int max_width) : n_cols(n_cols), count((n_cols + max_width - 1) / max_width) {}
+    int64_t begin(int64_t panel) const { return n_cols * panel / count; }
+    int width(int64_t panel) const { return static_cast<int>(begin(panel + 1) - begin(panel)); }
+};
+
+// Quantizes the groups [group_begin, group_end) of the column x, rotated first if there is a rotation (else nullptr). The
+// groups are whole units of rotation_unit().
+void prepare_column(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout, const float * x,
+                    int64_t group_begin, int64_t group_end, uint8_t * column);
+// The same for all columns of a panel.
+void prepare_panel(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout,
+                   const float * const * x, int n_cols, int64_t group_begin, int64_t group_end, uint8_t * panel);
+
+// The rows of tiles [tile_begin, tile_end) of a matrix with n_out rows, times the n_cols columns of `panels`.
 // outputs[c] points at row 0 of column c.
+void multiply_panels(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
+                     int64_t tile_end, const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols,
+                     float * const * outputs);
+
+// Tiles that a thread takes at a time: a few units for each thread, and not so small that taking them costs.
+int64_t tiles_per_unit(int64_t n_out, int n_threads);
+
+// Deals columns that lie anywhere, each a panel of its own, out to `panels`: n_cols * layout.bytes.
+void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
+                 uint8_t * panels);
+
+// multiply_panels() for such columns.
 void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
             int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
             float * const * outputs);

@@ -14,35 +14,13 @@
 // Plain C++ that vectorizes; every table of kernels compiles it for its own instruction set, with the same results.
 #pragma once
 
-#include "../format/float16.h"
+#include "exp.h"
 
 #include <cstdint>
 
 namespace tern {
 
 namespace {  // on purpose: one copy for each instruction set
-
-// e^x for x in [-20, 0], within 2e-7 of it; any other x gives some number.
-inline float exp_negative(float x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer
-    const float shifted = x * 1.44269504f + ROUND;
-    const float n = shifted - ROUND;
-    const float t = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2, |t| <= ln 2 / 2
-    float p = 1.0f / 720;
-    p = p * t + 1.0f / 120;
-    p = p * t + 1.0f / 24;
-    p = p * t + 1.0f / 6;
-    p = p * t + 0.5f;
-    p = p * t + 1.0f;
-    p = p * t + 1.0f;
-    return p * bit_cast<float>((bit_cast<uint32_t>(shifted) + 127) << 23);
-}
-
-// condition ? a : b, without the branch that would keep compilers from vectorizing.
-inline float select(bool condition, float a, float b) {
-    const uint32_t mask = condition ? 0xffffffffu : 0u;
-    return bit_cast<float>((bit_cast<uint32_t>(a) & mask) | (bit_cast<uint32_t>(b) & ~mask));
-}
 
 // values[i] = silu^-1(relu(values[i])^2). NaN stays NaN.
 void squared_relu_for_silu(float * values, int64_t n) {

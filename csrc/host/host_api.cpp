@@ -79,7 +79,7 @@ bool find_ops(std::string & missing) {
         {"GET_ROWS", g_host.op_get_rows},   {"CUSTOM", g_host.op_custom},
         {"NONE", g_host.op_none},           {"VIEW", g_host.op_view},
         {"RESHAPE", g_host.op_reshape},     {"PERMUTE", g_host.op_permute},
-        {"TRANSPOSE", g_host.op_transpose},
+        {"TRANSPOSE", g_host.op_transpose}, {"FLASH_ATTN_EXT", g_host.op_flash_attn_ext},
     };
     for (const auto & w : wanted) {
         if (!find_op(w.name, w.op)) {

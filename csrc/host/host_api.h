@@ -60,6 +60,7 @@ struct HostApi {
     ggml_op op_mul_mat{};  // operation numbers move between versions; these are looked up by name
     ggml_op op_mul_mat_id{};
     ggml_op op_get_rows{};
+    ggml_op op_flash_attn_ext{};
     ggml_op op_custom{};
     ggml_op op_none{};
     ggml_op op_view{};

@@ -1,5 +1,6 @@
-"""Types of the extension module; its docstrings are in csrc/bindings/core.cpp. n_threads 0: all of them."""
+"""Types of the extension module; its docstrings are in csrc/bindings/. n_threads 0: all of them."""
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Final
 
@@ -47,6 +48,46 @@ def matmul(
     isa: str | None = None,
     n_threads: int = 0,
     rotation: Rotation | None = None,
+) -> NDArray[np.float32]: ...
+
+class TiledMatrix:
+    def __init__(self, type: int, data: NDArray[np.uint8]) -> None: ...
+    @property
+    def n_in(self) -> int: ...
+    @property
+    def n_out(self) -> int: ...
+    @property
+    def n_bytes(self) -> int: ...
+    def matmul(
+        self,
+        x: NDArray[np.float32],
+        isa: str | None = None,
+        n_threads: int = 0,
+        rotation: Rotation | None = None,
+    ) -> NDArray[np.float32]: ...
+
+def read_bandwidth(n_threads: int = 0, n_bytes: int = ..., seconds: float = 0.5) -> float: ...
+def multiply_add_peak(n_threads: int = 0, isa: str | None = None, seconds: float = 0.3) -> float: ...
+def time_products(
+    matrices: list[TiledMatrix],
+    n_cols: int,
+    n_threads: int = 0,
+    repeats: int = 5,
+    isa: str | None = None,
+) -> list[tuple[float, float]]: ...
+def attention(
+    q: NDArray[np.float32],
+    type_k: int,
+    k: NDArray[np.uint8],
+    type_v: int,
+    v: NDArray[np.uint8],
+    mask: NDArray[np.float16] | None = None,
+    scale: float | None = None,
+    max_bias: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Sequence[float] | None = None,
+    isa: str | None = None,
+    n_threads: int = 0,
 ) -> NDArray[np.float32]: ...
 def squared_relu_for_silu(x: NDArray[np.float32], isa: str | None = None) -> NDArray[np.float32]: ...
 def available_isas() -> list[str]: ...

@@ -1,0 +1,98 @@
+// Checks of arguments, and the split of rows over threads: see arguments.h.
+#include "arguments.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace tern {
+
+int thread_count(int n_threads) {
+    return n_threads > 0 ? n_threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+void parallel(int64_t n, int n_threads, const std::function<void(int64_t, int64_t)> & work) {
+    n_threads = static_cast<int>(std::min<int64_t>(thread_count(n_threads), n));
+    if (n_threads <= 1) {
+        work(0, n);
+        return;
+    }
+    const int64_t part = std::max<int64_t>(1, n / (n_threads * 8));
+    std::atomic<int64_t> next{0};
+    const auto run = [&] {
+        for (int64_t begin; (begin = next.fetch_add(part)) < n;) {
+            work(begin, std::min(begin + part, n));
+        }
+    };
+    std::vector<std::thread> threads;
+    for (int i = 1; i < n_threads; i++) {
+        threads.emplace_back(run);
+    }
+    run();
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+}
+
+const TernaryType & require_type(uint32_t id) {
+    const TernaryType * type = ternary_type(id);
+    if (type == nullptr) {
+        throw py::value_error("type " + std::to_string(id) +
+                              " is not ternary; PQ2_0 (142), PTQ1_0 (143), Q2_0 (42), TQ2_0 (35) and TQ1_0 (34) are");
+    }
+    return *type;
+}
+
+void require_matrix(const py::array & array, const char * name) {
+    if (array.ndim() != 2) {
+        throw py::value_error(std::string(name) + " must have 2 dimensions [n_rows, n], not " +
+                              std::to_string(array.ndim()));
+    }
+    if (!(array.flags() & py::array::c_style)) {
+        throw py::value_error(std::string(name) + " must be C-contiguous; numpy.ascontiguousarray() makes it so");
+    }
+}
+
+void require_dtype(const py::array & array, const char * name, char kind, py::ssize_t size, const char * wanted) {
+    if (array.dtype().kind() != kind || array.itemsize() != size) {
+        throw py::type_error(std::string(name) + " must be " + wanted + ", not " + std::string(py::str(array.dtype())));
+    }
+}
+
+void require_whole_blocks(const TernaryType & type, int64_t n_in, const char * name) {
+    if (n_in % type.block != 0) {
+        throw py::value_error(std::string(name) + " has rows of " + std::to_string(n_in) +
+                              " weights, which is no multiple of the " + std::to_string(type.block) +
+                              " in a block of " + type.name);
+    }
+}
+
+int64_t require_packed(const TernaryType & type, const py::array & data, const char * name) {
+    require_dtype(data, name, 'u', 1, "uint8");
+    require_matrix(data, name);
+    if (data.shape(1) % type.block_bytes != 0) {
+        throw py::value_error(std::string(name) + " has rows of " + std::to_string(data.shape(1)) +
+                              " bytes, which is no multiple of the " + std::to_string(type.block_bytes) +
+                              " in a block of " + type.name);
+    }
+    return data.shape(1) / type.block_bytes * type.block;
+}
+
+const Kernels & kernels_by_name(const std::optional<std::string> & isa) {
+    if (!isa) {
+        return kernels();
+    }
+    int count;
+    const Kernels * const * tables = available_kernels(&count);
+    for (int i = 0; i < count; i++) {
+        if (*isa == tables[i]->isa) {
+            return *tables[i];
+        }
+    }
+    throw py::value_error("instruction set '" + *isa + "' is unknown or this processor lacks it");
+}
+
+}  // namespace tern

@@ -1,0 +1,72 @@
+// The product of a matrix in tiles, as the plug-in computes it, on numpy arrays.
+#include "tiled_matrix.h"
+
+#include "arguments.h"
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <vector>
+
+namespace py = pybind11;
+
+namespace tern {
+
+TiledMatrix make_tiled_matrix(uint32_t type_id, const py::array & data) {
+    const TernaryType & type = require_type(type_id);
+    const int64_t n_in = require_packed(type, data, "data");
+    const int64_t n_out = data.shape(0);
+    const auto * rows = static_cast<const uint8_t *>(data.data());
+    const py::gil_scoped_release unlocked;
+    return TiledMatrix(type, rows, n_in, n_out);
+}
+
+py::array_t<float> multiply_tiled(const TiledMatrix & matrix, const py::array & x,
+                                  const std::optional<std::string> & isa, int n_threads, const Rotation * rotation) {
+    const int64_t n_in = matrix.n_in();
+    require_dtype(x, "x", 'f', 4, "float32");
+    require_matrix(x, "x");
+    if (x.shape(1) != n_in) {
+        throw py::value_error("x has columns of " + std::to_string(x.shape(1)) +
+                              " values, the matrix has n_in = " + std::to_string(n_in));
+    }
+    if (rotation != nullptr && rotation->n_in != n_in) {
+        throw py::value_error("rotation is of " + std::to_string(rotation->n_in) +
+                              " inputs, the matrix has n_in = " + std::to_string(n_in));
+    }
+    const Kernels & table = kernels_by_name(isa);
+    const int64_t n_cols = x.shape(0);
+    py::array_t<float> y(std::vector<py::ssize_t>{n_cols, matrix.n_out()});
+    const auto * values = static_cast<const float *>(x.data());
+    auto * results = y.mutable_data();
+
+    const py::gil_scoped_release unlocked;
+    const ColumnLayout layout(n_in);
+    std::vector<uint8_t> quantized(layout.bytes * n_cols);
+    std::vector<const uint8_t *> columns(n_cols);
+    std::vector<float *> outputs(n_cols);
+    for (int64_t c = 0; c < n_cols; c++) {
+        columns[c] = quantized.data() + c * layout.bytes;
+        outputs[c] = results + c * matrix.n_out();
+        prepare_column(table, rotation, layout, values + c * n_in, 0, layout.n_groups,
+                       quantized.data() + c * layout.bytes);
+    }
+    parallel(tile_count(matrix.n_out()), n_threads, [&](int64_t begin, int64_t end) {
+        matmul(table, matrix.tiles(), matrix.group(), matrix.n_out(), begin, end, layout, columns.data(), n_cols,
+               outputs.data());
+    });
+    return y;
+}
+
+void bind_tiled_matrix(py::module_ & m) {
+    py::class_<TiledMatrix>(m, "TiledMatrix", "A ternary matrix as the plug-in's kernels want it, packed once.")
+        .def(py::init(&make_tiled_matrix), py::arg("type"), py::arg("data"),
+             "type: a ternary type id. data: uint8 [n_out, row_bytes].")
+        .def_property_readonly("n_in", &TiledMatrix::n_in)
+        .def_property_readonly("n_out", &TiledMatrix::n_out)
+        .def_property_readonly("n_bytes", &TiledMatrix::n_bytes, "Bytes that a product with one column reads.")
+        .def("matmul", &multiply_tiled, py::arg("x"), py::arg("isa") = py::none(), py::arg("n_threads") = 0,
+             py::arg("rotation").none(true) = py::none(), "As the function matmul, with the same bits.");
+}
+
+}  // namespace tern

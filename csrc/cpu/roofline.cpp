@@ -1,0 +1,292 @@
+// Measuring bounds and products in a team of threads: see roofline.h.
+#include "roofline.h"
+
+#include "multiply_add_loops.h"
+#include "shared_work.h"
+#include "streamed_memory.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+
+namespace tern {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_between(Clock::time_point begin, Clock::time_point end) {
+    return std::chrono::duration<double>(end - begin).count();
+}
+
+// Where the threads of a team wait for each other. They spin, as ggml's do: what lies between two barriers takes microseconds.
+class Barrier {
+  public:
+    explicit Barrier(int n_threads) : n_threads_(n_threads) {}
+
+    // Returns when the last thread arrived. A clock that a thread reads after it was let through would be late where the
+    // machine has taken its processor away meanwhile, and others have done its work.
+    Clock::time_point wait() {
+        const int round = round_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n_threads_ - 1) {
+            arrived_.store(0, std::memory_order_relaxed);
+            const auto now = Clock::now();
+            complete_[round % 2] = now;
+            round_.store(round + 1, std::memory_order_release);
+            return now;
+        }
+        // With more threads than processors, the one that is waited for may want ours.
+        for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+            if (spins > SPINS) {
+                std::this_thread::yield();
+            }
+            relax();
+        }
+        return complete_[round % 2];
+    }
+
+  private:
+    static constexpr int SPINS = 100000;
+
+    static void relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+    const int n_threads_;
+    std::atomic<int> arrived_{0};
+    std::atomic<int> round_{0};
+    Clock::time_point complete_[2];  // of this round and the one before, which a slow thread may still want to know
+};
+
+// Calls work(ith) in n_threads threads; the first is the caller's own.
+void run_team(int n_threads, const std::function<void(int)> & work) {
+    std::vector<std::thread> threads;
+    for (int i = 1; i < n_threads; i++) {
+        threads.emplace_back(work, i);
+    }
+    work(0);
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+}
+
+// Memory that a thread takes at a time; it reads four quarters of it side by side. The processor's prefetcher follows each of
+// them, and gets further ahead than with one: 28% faster with one thread and 18% with two on a Zen 3, where asking for what
+// lies ahead (prefetcht0) made it slower.
+constexpr size_t CHUNK = size_t{256} << 10;
+constexpr size_t STREAMS = 4;
+
+// The sum of a chunk as vectors of 64-bit numbers, and of these.
+uint64_t sum_of_chunk(const uint8_t * chunk) {
+    constexpr size_t N = 8;
+    using Vector = uint64_t __attribute__((vector_size(16), may_alias));
+    Vector sums[N] = {};
+    for (size_t offset = 0; offset < CHUNK / STREAMS; offset += N * sizeof(Vector)) {
+        for (size_t stream = 0; stream < STREAMS; stream++) {
+            const uint8_t * p = chunk + stream * (CHUNK / STREAMS) + offset;
+            for (size_t i = 0; i < N; i++) {
+                sums[i] += *reinterpret_cast<const Vector *>(p + i * sizeof(Vector));
+            }
+        }
+    }
+    uint64_t sum = 0;
+    for (const Vector & v : sums) {
+        sum += v[0] + v[1];
+    }
+    return sum;
+}
+
+double median(std::vector<double> values) {
+    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+    std::nth_element(values.begin(), middle, values.end());
+    return *middle;
+}
+
+// Has a team of threads call work(ith) again and again, for so many seconds. Returns the median of the calls' seconds.
+double median_seconds(int n_threads, double seconds, const std::function<void(int)> & work) {
+    Barrier barrier(n_threads);
+    std::atomic<bool> done{false};
+    std::vector<double> taken;
+    const auto begin = Clock::now();
+    run_team(n_threads, [&](int ith) {
+        while (!done) {
+            const auto call = barrier.wait();
+            work(ith);
+            const auto end = barrier.wait();
+            if (ith == 0) {
+                taken.push_back(seconds_between(call, end));
+                done = seconds_between(begin, end) >= seconds;
+            }
+            barrier.wait();
+        }
+    });
+    return median(std::move(taken));
+}
+
+// What the generic kernels do for a row: 8-bit codes and activations, widened, multiplied and summed in 32 bits.
+void run_generic(int64_t n_passes) {
+    constexpr int N = 16;
+    uint8_t codes[N];
+    int8_t activations[N];
+    int32_t sum = 0;
+    for (int i = 0; i < N; i++) {
+        codes[i] = static_cast<uint8_t>(i % 3);
+        activations[i] = static_cast<int8_t>(i);
+    }
+    for (int64_t pass = 0; pass < n_passes; pass++) {
+        // Says that the memory has changed, or the compiler would multiply once and for all.
+        asm volatile("" : : "r"(codes), "r"(activations) : "memory");
+        for (int i = 0; i < N; i++) {
+            sum += codes[i] * activations[i];
+        }
+    }
+    asm volatile("" : : "r"(sum));  // a use, so that all this is not in vain
+}
+
+const MultiplyAddLoop * const MULTIPLY_ADD_LOOPS[] = {
+#if defined(__x86_64__)
+    &MULTIPLY_ADD_AVX2,
+#endif
+    &MULTIPLY_ADD_GENERIC,
+};
+
+// The product of a matrix with columns of its own, in the steps of the plug-in; every thread calls them, ith of nth.
+class Product {
+  public:
+    Product(const Kernels & kernels, const TiledMatrix & matrix, int64_t n_cols)
+        : kernels_(kernels), matrix_(matrix), layout_(matrix.n_in()), panels_(n_cols, kernels.max_columns),
+          x_(static_cast<size_t>(n_cols * matrix.n_in())),
+          quantized_(allocate_streamed(static_cast<size_t>(n_cols) * layout_.bytes)),
+          y_(static_cast<size_t>(n_cols * matrix.n_out())) {
+        uint32_t state = 1;
+        for (float & value : x_) {
+            state = state * 1664525u + 1013904223u;
+            value = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f;
+        }
+        for (int64_t c = 0; c < n_cols; c++) {
+            columns_.push_back(x_.data() + c * matrix.n_in());
+            outputs_.push_back(y_.data() + c * matrix.n_out());
+        }
+    }
+
+    void begin() { work_.emplace(); }
+
+    void prepare(int ith, int nth) {
+        const int64_t n_groups = layout_.n_groups;
+        const int64_t total = panels_.count * n_groups;
+        const int64_t end = total * (ith + 1) / nth;
+        for (int64_t i = total * ith / nth; i < end;) {
+            const int64_t panel = i / n_groups;
+            const int64_t first = i % n_groups;
+            const int64_t last = std::min(n_groups, first + end - i);
+            const int64_t column = panels_.begin(panel);
+            prepare_panel(kernels_, nullptr, layout_, columns_.data() + column, panels_.width(panel), first, last,
+                          quantized_.get() + static_cast<size_t>(column) * layout_.bytes);
+            i += last - first;
+        }
+    }
+
+    void multiply(int ith, int nth) {
+        const int64_t tiles = tile_count(matrix_.n_out());
+        const int64_t per_unit = tiles_per_unit(matrix_.n_out(), nth);
+        work_->run((tiles + per_unit - 1) / per_unit, ith, nth, [&](int64_t unit) {
+            const int64_t first = unit * per_unit;
+            multiply_panels(kernels_, matrix_.tiles(), matrix_.group(), matrix_.n_out(), first,
+                            std::min(first + per_unit, tiles), layout_, quantized_.get(), panels_.n_cols,
+                            outputs_.data());
+        });
+    }
+
+  private:
+    const Kernels & kernels_;
+    const TiledMatrix & matrix_;
+    ColumnLayout layout_;
+    Panels panels_;
+    std::vector<float> x_;
+    StreamedMemory quantized_;
+    std::vector<float> y_;
+    std::vector<const float *> columns_;
+    std::vector<float *> outputs_;
+    std::optional<SharedWork> work_;
+};
+
+}  // namespace
+
+const MultiplyAddLoop MULTIPLY_ADD_GENERIC = {"generic", 16, run_generic};
+
+double read_bandwidth(int n_threads, size_t n_bytes, double seconds) {
+    const size_t n_chunks = std::max<size_t>(1, n_bytes / CHUNK);
+    const StreamedMemory memory = allocate_streamed(n_chunks * CHUNK);
+    std::memset(memory.get(), 1, n_chunks * CHUNK);
+    // Every pass hands out n_chunks numbers, and to each thread one more, by which it knows that there are no chunks left.
+    std::atomic<size_t> next{0};
+    std::atomic<uint64_t> total{0};
+    const size_t numbers_a_pass = n_chunks + static_cast<size_t>(n_threads);
+    const double pass = median_seconds(n_threads, seconds, [&](int) {
+        uint64_t sum = 0;
+        for (size_t i; (i = next.fetch_add(1) % numbers_a_pass) < n_chunks;) {
+            sum += sum_of_chunk(memory.get() + i * CHUNK);
+        }
+        total += sum;
+    });
+    return static_cast<double>(n_chunks * CHUNK) / pass;
+}
+
+double multiply_add_peak(const Kernels & kernels, int n_threads, double seconds) {
+    const auto found = std::find_if(std::begin(MULTIPLY_ADD_LOOPS), std::end(MULTIPLY_ADD_LOOPS),
+                                    [&](const auto * loop) { return std::strcmp(loop->isa, kernels.isa) == 0; });
+    if (found == std::end(MULTIPLY_ADD_LOOPS)) {
+        throw std::invalid_argument("no loop of multiply-adds has been written for " + std::string(kernels.isa));
+    }
+    const MultiplyAddLoop & loop = **found;
+    // Some milliseconds: long against a barrier, short against what else the machine does.
+    const int64_t n_passes = 200'000'000 / loop.multiply_adds_a_pass;
+    const double slice = median_seconds(n_threads, seconds, [&](int) { loop.run(n_passes); });
+    return static_cast<double>(n_passes * loop.multiply_adds_a_pass * n_threads) / slice;
+}
+
+std::vector<ProductTimes> time_products(const Kernels & kernels, const std::vector<const TiledMatrix *> & matrices,
+                                        int64_t n_cols, int n_threads, int repeats) {
+    std::deque<Product> products;
+    for (const TiledMatrix * matrix : matrices) {
+        products.emplace_back(kernels, *matrix, n_cols);
+    }
+    Barrier barrier(n_threads);
+    std::vector<ProductTimes> times(repeats);
+    run_team(n_threads, [&](int ith) {
+        for (int pass = -1; pass < repeats; pass++) {
+            ProductTimes taken{};
+            for (Product & product : products) {
+                if (ith == 0) {
+                    product.begin();
+                }
+                const auto begin = barrier.wait();
+                product.prepare(ith, n_threads);
+                const auto prepared = barrier.wait();
+                product.multiply(ith, n_threads);
+                const auto multiplied = barrier.wait();
+                taken.prepare += seconds_between(begin, prepared);
+                taken.multiply += seconds_between(prepared, multiplied);
+            }
+            if (ith == 0 && pass >= 0) {
+                times[pass] = taken;
+            }
+        }
+    });
+    return times;
+}
+
+}  // namespace tern
