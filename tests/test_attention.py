@@ -110,7 +110,7 @@ def bits(y: F32) -> npt.NDArray[np.uint32]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("type_k, type_v", itertools.product(TYPES, repeat=2))
+@pytest.mark.parametrize("type_k, type_v", list(itertools.product(TYPES, repeat=2)))
 def test_every_pair_of_types(type_k: int, type_v: int, isa: str, rng: np.random.Generator) -> None:
     """With one row for a KV head, with the few that are decoded on the fly, and with more."""
     for n_tokens, n_heads, n_kv_heads in [(1, 3, 3), (1, 4, 2), (3, 7, 1)]:
