@@ -313,7 +313,7 @@ uint64_t tensor_bytes(const GgufTensor & tensor) {
                           type->name);
     }
     const uint64_t blocks = tensor.n_elements() / type->block;
-    if (blocks > (INT64_MAX - type->tail_bytes) / type->block_bytes) {
+    if (blocks > static_cast<uint64_t>((INT64_MAX - type->tail_bytes) / type->block_bytes)) {
         throw FormatError("tensor " + quoted(tensor.name) + " has an impossible shape");
     }
     return blocks * type->block_bytes + type->tail_bytes;

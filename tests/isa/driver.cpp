@@ -1,0 +1,130 @@
+// Runs the kernels of one instruction set on what a file holds, for tests of instruction sets that this processor may lack:
+//
+//   driver ISA INPUT OUTPUT
+//
+// INPUT: a number of jobs, each int64 operation and four more int64, then data. OUTPUT: the results, one after the other.
+//
+//   operation   numbers                     data                                   result
+//   0 product   group, n_in, n_out, n_cols  tiles; x float [n_cols][n_in];         quantized columns, y float [n_cols][n_out]
+//                                           columns at a time, int64
+//   1 hadamard  block, n_blocks, signs?, -  float [n_blocks][block]; signs [block] float [n_blocks][block]
+//   2 squared_relu_for_silu  n, -, -, -     float [n]                              float [n]
+#include "cpu/kernel_tables.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using tern::Kernels;
+
+const Kernels * const TABLES[] = {
+    &tern::KERNELS_GENERIC,
+#if defined(DRIVER_AVX2)
+    &tern::KERNELS_AVX2,
+#endif
+#if defined(DRIVER_VNNI)
+    &tern::KERNELS_AVXVNNI, &tern::KERNELS_AVX512,
+#endif
+#if defined(DRIVER_NEON)
+    &tern::KERNELS_NEON,    &tern::KERNELS_I8MM,
+#endif
+};
+
+[[noreturn]] void fail(const char * what) {
+    std::fprintf(stderr, "driver: %s\n", what);
+    std::exit(1);
+}
+
+// A block of memory of exactly the size that is asked for, so that a sanitizer sees the first byte beyond.
+template <typename T> std::vector<T> read(std::FILE * file, size_t n) {
+    std::vector<T> values(n);
+    if (std::fread(values.data(), sizeof(T), n, file) != n) {
+        fail("the input is too short");
+    }
+    return values;
+}
+
+template <typename T> void write(std::FILE * file, const std::vector<T> & values) {
+    if (std::fwrite(values.data(), sizeof(T), values.size(), file) != values.size()) {
+        fail("cannot write");
+    }
+}
+
+void product(const Kernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
+    const auto group = static_cast<int>(numbers[0]);
+    const int64_t n_in = numbers[1];
+    const int64_t n_out = numbers[2];
+    const int64_t n_cols = numbers[3];
+    const int64_t n_tiles = tern::tile_count(n_out);
+    const auto tiles = read<uint8_t>(in, n_tiles * tern::tile_bytes(n_in, group));
+    const auto x = read<float>(in, n_cols * n_in);
+    const int64_t at_a_time = read<int64_t>(in, 1)[0];
+    const tern::ColumnLayout layout(n_in);
+    std::vector<uint8_t> quantized(n_cols * layout.bytes);
+    std::vector<float> y(n_cols * n_out);
+    std::vector<const uint8_t *> columns;
+    std::vector<float *> outputs;
+    for (int64_t c = 0; c < n_cols; c++) {
+        uint8_t * column = quantized.data() + c * layout.bytes;
+        kernels.quantize(layout, x.data() + c * n_in, 0, layout.n_groups, column);
+        columns.push_back(column);
+        outputs.push_back(y.data() + c * n_out);
+    }
+    for (int64_t c = 0; c < n_cols; c += at_a_time) {
+        tern::matmul(kernels, tiles.data(), group, n_out, 0, n_tiles, layout, columns.data() + c,
+                     std::min(at_a_time, n_cols - c), outputs.data() + c);
+    }
+    write(out, quantized);
+    write(out, y);
+}
+
+void hadamard(const Kernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
+    const int64_t block = numbers[0];
+    auto x = read<float>(in, numbers[1] * block);
+    const auto signs = read<float>(in, numbers[2] != 0 ? block : 0);
+    for (int64_t i = 0; i < numbers[1]; i++) {
+        kernels.hadamard(x.data() + i * block, signs.empty() ? nullptr : signs.data(), block);
+    }
+    write(out, x);
+}
+
+void squared_relu(const Kernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
+    auto values = read<float>(in, numbers[0]);
+    kernels.squared_relu_for_silu(values.data(), numbers[0]);
+    write(out, values);
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 4) {
+        fail("usage: driver ISA INPUT OUTPUT");
+    }
+    const Kernels * kernels = nullptr;
+    for (const Kernels * table : TABLES) {
+        if (std::strcmp(table->isa, argv[1]) == 0) {
+            kernels = table;
+        }
+    }
+    std::FILE * in = std::fopen(argv[2], "rb");
+    std::FILE * out = std::fopen(argv[3], "wb");
+    if (kernels == nullptr || in == nullptr || out == nullptr) {
+        fail("no such instruction set or file");
+    }
+    const int64_t n_jobs = read<int64_t>(in, 1)[0];
+    for (int64_t job = 0; job < n_jobs; job++) {
+        const auto numbers = read<int64_t>(in, 5);
+        switch (numbers[0]) {
+        case 0: product(*kernels, numbers.data() + 1, in, out); break;
+        case 1: hadamard(*kernels, numbers.data() + 1, in, out); break;
+        case 2: squared_relu(*kernels, numbers.data() + 1, in, out); break;
+        default: fail("no such operation");
+        }
+    }
+    std::fclose(in);
+    return std::fclose(out) == 0 ? 0 : 1;
+}
