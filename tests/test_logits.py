@@ -127,7 +127,7 @@ def test_thread_count_changes_no_bit(n_gpu_layers: int, models: dict[str, Path],
 
 @pytest.mark.parametrize("n_batch", [1, 7, 64])
 def test_batch_size_changes_little(n_batch: int, models: dict[str, Path], tokens: I32) -> None:
-    """The logits of a whole model do depend on the batch: stock attention sums in another order (below)."""
+    """Where attention is the stock backend's, logits go by the batch: it sums in another order (below)."""
     whole, parts = (
         compare_logits.host_logits(models["pq2_0"], tokens[:64], Serving(n_batch=n)) for n in (512, n_batch)
     )
@@ -150,8 +150,8 @@ def test_no_bit_depends_on_the_batch_until_attention_does(
     n_gpu_layers: int, models: dict[str, Path], tokens: I32, tmp_path: Path
 ) -> None:
     """Embedding, norm and the three products before the first attention: the same bits in any batch. What
-    comes after has inputs that differ, since the stock products with the KV cache (MUL_MAT of K and of V,
-    or FLASH_ATTN_EXT) round differently in batches of other sizes."""
+    comes after may have inputs that differ: the stock products with the KV cache (MUL_MAT of K and of V, or
+    FLASH_ATTN_EXT on the CPU list) round differently in batches of other sizes."""
     sizes = (32, 7, 1)
     runs = [products(models["pq2_0"], tokens[:32], n, n_gpu_layers, tmp_path) for n in sizes]
     before = [key for key in runs[0] if key.startswith("blk.0.attn_") and "output" not in key]

@@ -1,10 +1,10 @@
 // The buffer types of the devices: plain host memory, and host memory that stores ternary matrices in tiles.
+#include "../cpu/streamed_memory.h"
 #include "backend.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <sys/mman.h>
+#include <new>
 #include <unordered_map>
 
 namespace tern {
@@ -124,12 +124,12 @@ bool is_canonical(const TernaryType & type, const uint8_t * row, int64_t n_in) {
 }
 
 struct TiledBuffer {
-    void * memory = nullptr;
+    StreamedMemory memory;
     // Tensors with bytes that the tiles cannot give back, and those bytes.
     std::mutex mutex;
     std::unordered_map<const ggml_tensor *, std::vector<uint8_t>> originals;
 
-    ~TiledBuffer() { std::free(memory); }
+    explicit TiledBuffer(size_t size) : memory(allocate_streamed(size)) {}
 };
 
 TiledBuffer & context_of(ggml_backend_buffer_t buffer) {
@@ -141,7 +141,7 @@ void tiled_free_buffer(ggml_backend_buffer_t buffer) {
 }
 
 void * tiled_get_base(ggml_backend_buffer_t buffer) {
-    return context_of(buffer).memory;
+    return context_of(buffer).memory.get();
 }
 
 // Zero, as in cleared memory, is a valid header: nothing is known of the matrix yet.
@@ -229,7 +229,7 @@ void tiled_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uin
 // Nobody asks for another value than 0, and no other makes tiles.
 void tiled_clear(ggml_backend_buffer_t buffer, uint8_t) {
     TiledBuffer & context = context_of(buffer);
-    std::memset(context.memory, 0, buffer->size);
+    std::memset(context.memory.get(), 0, buffer->size);
     const std::lock_guard<std::mutex> lock(context.mutex);
     context.originals.clear();
 }
@@ -253,15 +253,12 @@ const char * tiled_get_name(ggml_backend_buffer_type_t) {
 }
 
 ggml_backend_buffer_t tiled_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
-    constexpr size_t HUGE_PAGE = size_t{2} << 20;
-    auto context = std::make_unique<TiledBuffer>();
-    // Decode streams through all of this memory for every token; huge pages spare it most address translations.
-    const bool large = size >= 2 * HUGE_PAGE;
-    if (posix_memalign(&context->memory, large ? HUGE_PAGE : ALIGNMENT, size) != 0) {
+    // Decode streams through all of this memory for every token.
+    std::unique_ptr<TiledBuffer> context;
+    try {
+        context = std::make_unique<TiledBuffer>(size);
+    } catch (const std::bad_alloc &) {
         return nullptr;
-    }
-    if (large) {
-        madvise(context->memory, size, MADV_HUGEPAGE);
     }
     return host().ggml_backend_buffer_init(type, TILED_BUFFER_INTERFACE, context.release(), size);
 }

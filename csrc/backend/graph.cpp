@@ -199,10 +199,12 @@ void multiply(ggml_tensor *, int ith, int nth, void * data) {
     int64_t slice = -1;
     group.work.run(count_units(group, nth), ith, nth, [&](int64_t unit) {
         const Multiplication * found = group.members.data();
-        for (; unit >= Units(found->node, nth).count; found++) {
-            unit -= Units(found->node, nth).count;
+        Units units(found->node, nth);
+        while (unit >= units.count) {
+            unit -= units.count;
+            found++;
+            units = Units(found->node, nth);
         }
-        const Units units(found->node, nth);
         if (found != member || units.slice(unit) != slice) {
             member = found;
             slice = units.slice(unit);

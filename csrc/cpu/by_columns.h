@@ -7,17 +7,23 @@ namespace tern {
 
 namespace {  // on purpose: one copy for each instruction set
 
-// Products<GROUP, COLS>::multiply(tiles, n_rows, layout, panel, outputs) for the COLS, 1 to MOST, that is n_cols.
+// One column alone (decode), as the instruction set has it.
+template <int GROUP>
+void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * column,
+                     float * output);
+
+// multiply_column(), or Products<GROUP, COLS>::multiply(tiles, n_rows, layout, panel, outputs) for the COLS, 2 to MOST, that
+// is n_cols.
 template <template <int, int> class Products, int GROUP, int MOST>
 void multiply_by_columns(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
                          int n_cols, float * const * outputs) {
-    if constexpr (MOST > 1) {
-        if (n_cols < MOST) {
-            multiply_by_columns<Products, GROUP, MOST - 1>(tiles, n_rows, layout, panel, n_cols, outputs);
-            return;
-        }
+    if constexpr (MOST == 1) {
+        multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
+    } else if (n_cols < MOST) {
+        multiply_by_columns<Products, GROUP, MOST - 1>(tiles, n_rows, layout, panel, n_cols, outputs);
+    } else {
+        Products<GROUP, MOST>::multiply(tiles, n_rows, layout, panel, outputs);
     }
-    Products<GROUP, MOST>::multiply(tiles, n_rows, layout, panel, outputs);
 }
 
 // Kernels::multiply of Products that take up to MOST columns.
@@ -44,8 +50,12 @@ template <int GROUP, int COLS> struct PanelView {
     // Of the group of weights that begins at input `begin`.
     float scale(int64_t begin, int c) const { return scales[begin / ACTIVATION_GROUP * COLS + c]; }
     int32_t minus_sum(int64_t begin, int c) const {
-        const int16_t * halves = minus_sums + (begin / ACTIVATION_GROUP * COLS + c) * 2;
-        return GROUP == ACTIVATION_GROUP ? halves[0] + halves[1] : halves[begin / ACTIVATION_SUM_GROUP % 2];
+        const int16_t * both = halves(begin, c);
+        return GROUP == ACTIVATION_GROUP ? both[0] + both[1] : both[begin / ACTIVATION_SUM_GROUP % 2];
+    }
+    // Minus the sums of the half groups of the activation group that it is in.
+    const int16_t * halves(int64_t begin, int c) const {
+        return minus_sums + (begin / ACTIVATION_GROUP * COLS + c) * 2;
     }
 };
 

@@ -8,12 +8,10 @@
 
 #include "../format/float16.h"
 #include "squared_relu.h"
-
-#include <immintrin.h>
+#include "x86.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 namespace tern {
 
@@ -127,68 +125,28 @@ void hadamard(float * x, const float * signs, int64_t block) {
     }
 }
 
-inline __m256i broadcast4(const uint8_t * p) {
-    int32_t four;
-    std::memcpy(&four, p, sizeof(four));
-    return _mm256_set1_epi32(four);
+inline __m256i broadcast4(const void * p) {
+    return _mm256_set1_epi32(four_bytes(p));
 }
 
-// Asks for n_bytes of memory PREFETCH_BYTES ahead of `p`, which soon lie in the tiles that follow: decode waits for memory
-// more than it computes. Always inlined, because GCC drops calls of a function that does nothing but prefetch.
-constexpr int PREFETCH_BYTES = 8192;
-
-__attribute__((always_inline)) inline void prefetch(const uint8_t * p, int64_t n_bytes) {
-    for (int64_t line = 0; line < n_bytes; line += 64) {
-        _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES + line), _MM_HINT_T0);
-    }
-}
-
-inline __m256 load_scales(const uint8_t * scales) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
-}
-
-inline void store_rows(float * output, __m256 y, int64_t n_rows) {
-    if (n_rows >= TILE_ROWS) {
-        _mm256_storeu_ps(output, y);
-    } else {
-        const __m256i row = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        _mm256_maskstore_ps(output, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n_rows)), row), y);
-    }
-}
-
-// A sum that stays in its register: without this GCC adds the products of several steps to each other first, for which it
-// keeps them in memory, and the kernels take a third more time.
-inline void keep(__m256i & sum) {
-    asm volatile("" : "+x"(sum));
-}
-
-// The scales and the sums of a panel.
-template <int GROUP, int COLS> struct PanelView {
-    const uint8_t * q;
-    const float * scales;
-    const uint8_t * minus_sums;
-
-    PanelView(const ColumnLayout & layout, const uint8_t * panel)
-        : q(panel), scales(reinterpret_cast<const float *>(panel + layout.scales * COLS)),
-          minus_sums(panel + layout.sums * COLS) {}
-
-    // Minus the sum of a group in two 16-bit parts, in every lane.
-    __m256i minus_sum(int64_t begin, int c) const {
-        const __m256i halves = broadcast4(minus_sums + (begin / ACTIVATION_GROUP * COLS + c) * 4);
+// A sum is in two 16-bit parts, which finish() adds.
+struct Step {
+    template <int GROUP, int COLS> static __m256i start(const PanelView<GROUP, COLS> & x, int64_t begin, int c) {
+        const __m256i halves = broadcast4(x.halves(begin, c));
         if constexpr (GROUP == ACTIVATION_GROUP) {
             return halves;
         }
         return begin % ACTIVATION_GROUP == 0 ? _mm256_and_si256(halves, _mm256_set1_epi32(0xffff))
                                              : _mm256_srli_epi32(halves, 16);
     }
-
-    // y + d_w * d_x * sum, where `sum` is in two 16-bit parts.
-    __m256 add_group(__m256 y, __m256i sum, __m256 d_w, int64_t begin, int c) const {
-        const __m256 d_x = _mm256_broadcast_ss(scales + begin / ACTIVATION_GROUP * COLS + c);
-        const __m256i whole = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(d_w, d_x), y);
+    static void add(__m256i & sum, __m256i u, const uint8_t * q) {
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, broadcast4(q)));
+        stay_in_order(sum);
     }
+    static __m256i finish(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 };
+
+template <int GROUP, int COLS> using Products = PanelProducts<Step, GROUP, COLS>;
 
 // One column alone (decode). Codes are taken two bit pairs from one shift: the upper pair stays 4 times its value, and its
 // sums are divided at the end of the group, exactly. They get a register for each pair: 8 loads of 2 * 12 * 127 are 24384.
@@ -204,7 +162,7 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
         const uint8_t * scales = tiles + tile_code_bytes(layout.n_in);
         __m256 y = _mm256_setzero_ps();
         for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
-            __m256i once = x.minus_sum(begin, 0);
+            __m256i once = Step::start(x, begin, 0);
             __m256i four_times[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
             prefetch(codes, GROUP * 2);
             const uint8_t * q = x.q + begin;
@@ -219,15 +177,15 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
                 once = _mm256_add_epi16(once, _mm256_add_epi16(p0, p2));
                 four_times[0] = _mm256_add_epi16(four_times[0], p1);
                 four_times[1] = _mm256_add_epi16(four_times[1], p3);
-                keep(once);
-                keep(four_times[0]);
-                keep(four_times[1]);
+                stay_in_order(once);
+                stay_in_order(four_times[0]);
+                stay_in_order(four_times[1]);
             }
             codes += GROUP * 2;
             for (const __m256i sum : four_times) {
                 once = _mm256_add_epi16(once, _mm256_srai_epi16(sum, 2));
             }
-            y = x.add_group(y, once, load_scales(scales), begin, 0);
+            y = add_group(y, Step::finish(once), load_scales(scales), x.scale(begin, 0));
             scales += TILE_ROWS * sizeof(uint16_t);
         }
         prefetch(codes, tiles + stride - codes);
@@ -235,81 +193,13 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
     }
 }
 
-template <int GROUP, int COLS>
-void multiply_columns(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
-                      float * const * outputs) {
-    const PanelView<GROUP, COLS> x(layout, panel);
-    const __m256i two_bits = _mm256_set1_epi8(3);
-    const size_t stride = tile_bytes(layout.n_in, GROUP);
-    for (int64_t row = 0; row < n_rows; row += TILE_ROWS, tiles += stride) {
-        const uint8_t * codes = tiles;
-        const uint8_t * scales = tiles + tile_code_bytes(layout.n_in);
-        const uint8_t * q = x.q;
-        __m256 y[COLS];
-        for (int c = 0; c < COLS; c++) {
-            y[c] = _mm256_setzero_ps();
-        }
-        for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
-            __m256i sum[COLS];
-#pragma GCC unroll 16
-            for (int c = 0; c < COLS; c++) {
-                sum[c] = x.minus_sum(begin, c);
-            }
-            prefetch(codes, GROUP * 2);
-            for (int i = 0; i < GROUP; i += 16) {
-                __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
-                codes += 32;
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++) {
-                    const __m256i u = _mm256_and_si256(load, two_bits);
-#pragma GCC unroll 16
-                    for (int c = 0; c < COLS; c++) {
-                        sum[c] = _mm256_add_epi16(sum[c], _mm256_maddubs_epi16(u, broadcast4(q)));
-                        keep(sum[c]);
-                        q += 4;
-                    }
-                    load = _mm256_srli_epi16(load, 2);
-                }
-            }
-            const __m256 d_w = load_scales(scales);
-            scales += TILE_ROWS * sizeof(uint16_t);
-#pragma GCC unroll 16
-            for (int c = 0; c < COLS; c++) {
-                y[c] = x.add_group(y[c], sum[c], d_w, begin, c);
-            }
-        }
-        for (int c = 0; c < COLS; c++) {
-            store_rows(outputs[c] + row, y[c], n_rows - row);
-        }
-    }
-}
-
 // 8 sums, a register of codes, its bit pairs, the mask and the products fit the 16 registers.
 constexpr int MAX_COLUMNS = 8;
 
-template <int GROUP, int COLS>
-void dispatch_columns(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
-                      int n_cols, float * const * outputs) {
-    if constexpr (COLS == 1) {
-        multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
-    } else if (n_cols == COLS) {
-        multiply_columns<GROUP, COLS>(tiles, n_rows, layout, panel, outputs);
-    } else {
-        dispatch_columns<GROUP, COLS - 1>(tiles, n_rows, layout, panel, n_cols, outputs);
-    }
-}
-
-void multiply(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayout & layout, const uint8_t * panel,
-              int n_cols, float * const * outputs) {
-    if (group == 64) {
-        dispatch_columns<64, MAX_COLUMNS>(tiles, n_rows, layout, panel, n_cols, outputs);
-    } else {
-        dispatch_columns<128, MAX_COLUMNS>(tiles, n_rows, layout, panel, n_cols, outputs);
-    }
-}
-
 }  // namespace
 
-const Kernels KERNELS_AVX2 = {"avx2", quantize, hadamard, multiply, MAX_COLUMNS, squared_relu_for_silu};
+const Kernels KERNELS_AVX2 = {
+    "avx2", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+};
 
 }  // namespace tern

@@ -90,21 +90,6 @@ template <int GROUP, int COLS> struct Products {
     }
 };
 
-template <int GROUP> struct Products<GROUP, 1> {
-    static void multiply(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
-                         float * const * outputs) {
-        multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
-    }
-};
-
-void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
-    KERNELS_AVX2.quantize(layout, x, group_begin, group_end, column);
-}
-
-void hadamard(float * x, const float * signs, int64_t block) {
-    KERNELS_AVX2.hadamard(x, signs, block);
-}
-
 // 24 sums, two registers of codes, their bit pairs, the mask and the activations fit the 32 registers.
 constexpr int MAX_COLUMNS = 24;
 constexpr int PANEL_INPUTS = 4;

@@ -100,13 +100,6 @@ template <int GROUP, int COLS> struct Products {
     }
 };
 
-template <int GROUP> struct Products<GROUP, 1> {
-    static void multiply(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
-                         float * const * outputs) {
-        multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
-    }
-};
-
 void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
     KERNELS_NEON.quantize(layout, x, group_begin, group_end, column);
 }

@@ -166,13 +166,6 @@ template <int GROUP, int COLS> struct Products {
     }
 };
 
-template <int GROUP> struct Products<GROUP, 1> {
-    static void multiply(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
-                         float * const * outputs) {
-        multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
-    }
-};
-
 // 24 sums, two registers of codes, two of their bit pairs, the activations and the mask fit the 32 registers.
 constexpr int MAX_COLUMNS = 12;
 

@@ -1,29 +1,16 @@
-// What the kernels for AVX-VNNI and for AVX-512 share: vpdpbusd on 256 bits, and one column alone (decode).
+// What the kernels for AVX-VNNI and for AVX-512 share: vpdpbusd on 256 bits, one column alone (decode), and what they take
+// from AVX2.
 //
 // vpdpbusd adds four products of an unsigned code and a signed activation to a 32-bit lane: the whole inner step, and
 // nothing can overflow. The lanes begin at minus the sum of a group.
 #pragma once
 
-#include "by_columns.h"
-
-#include <immintrin.h>
-
-#include <cstring>
+#include "kernel_tables.h"
+#include "x86.h"
 
 namespace tern {
 
 namespace {  // on purpose: one copy for each instruction set
-
-inline int32_t four_bytes(const uint8_t * p) {
-    int32_t four;
-    std::memcpy(&four, p, sizeof(four));
-    return four;
-}
-
-// Keeps GCC from moving the loads of later activations up, until the sums no longer fit the registers.
-template <class Register> inline void stay_in_order(Register & sum) {
-    asm volatile("" : "+v"(sum));
-}
 
 // sum += u * (4 activations, the same for all rows)
 inline void add_products(__m256i & sum, __m256i u, const uint8_t * q) {
@@ -31,32 +18,14 @@ inline void add_products(__m256i & sum, __m256i u, const uint8_t * q) {
     stay_in_order(sum);
 }
 
-inline __m256 load_scales(const uint8_t * scales) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
+// Those of AVX2.
+inline void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                     uint8_t * column) {
+    KERNELS_AVX2.quantize(layout, x, group_begin, group_end, column);
 }
 
-// y + d_w * d_x * sum
-inline __m256 add_group(__m256 y, __m256i sum, __m256 d_w, float d_x) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(d_w, _mm256_set1_ps(d_x)), y);
-}
-
-inline void store_rows(float * output, __m256 y, int64_t n_rows) {
-    if (n_rows >= TILE_ROWS) {
-        _mm256_storeu_ps(output, y);
-    } else {
-        const __m256i row = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        _mm256_maskstore_ps(output, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n_rows)), row), y);
-    }
-}
-
-// Asks for n_bytes of memory PREFETCH_BYTES ahead of `p`, which soon lie in the tiles that follow: decode waits for memory
-// more than it computes. Always inlined, because GCC drops calls of a function that does nothing but prefetch.
-constexpr int PREFETCH_BYTES = 8192;
-
-__attribute__((always_inline)) inline void prefetch(const uint8_t * p, int64_t n_bytes) {
-    for (int64_t line = 0; line < n_bytes; line += 64) {
-        _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES + line), _MM_HINT_T0);
-    }
+inline void hadamard(float * x, const float * signs, int64_t block) {
+    KERNELS_AVX2.hadamard(x, signs, block);
 }
 
 // One column. Codes are taken two bit pairs from one shift: the upper pair stays 4 times its value, and its sums are divided
