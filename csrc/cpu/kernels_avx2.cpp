@@ -164,11 +164,11 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
         for (int64_t begin = 0; begin < layout.n_in; begin += GROUP) {
             __m256i once = Step::start(x, begin, 0);
             __m256i four_times[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-            prefetch(codes, GROUP * 2);
             const uint8_t * q = x.q + begin;
 #pragma GCC unroll 8
             for (int i = 0; i < GROUP; i += 16) {
                 const __m256i load = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + 2 * i));
+                prefetch_line(codes + 2 * i, i % 32 == 0 ? PREFETCH_BYTES : PREFETCH_AGAIN_BYTES);
                 const __m256i upper = _mm256_srli_epi16(load, 4);
                 const __m256i p0 = _mm256_maddubs_epi16(_mm256_and_si256(load, low_pair), broadcast4(q + i));
                 const __m256i p1 = _mm256_maddubs_epi16(_mm256_and_si256(load, high_pair), broadcast4(q + i + 4));
