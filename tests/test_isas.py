@@ -60,11 +60,11 @@ class Product:
         n_in: int = self.x.shape[1]
         return (n_in + -(-n_in // 128) * 8 + 63) // 64 * 64
 
-    def job(self, at_a_time: int) -> bytes:
+    def job(self, at_a_time: int, dense: bool) -> bytes:
         (n_out, n_in), n_cols = self.codes.shape, self.x.shape[0]
         numbers = np.array([0, self.group, n_in, n_out, n_cols], np.int64).tobytes()
         tiles = pack_tiles(self.codes, self.scales)
-        return numbers + tiles + self.x.tobytes() + np.int64(at_a_time).tobytes()
+        return numbers + tiles + self.x.tobytes() + np.array([at_a_time, dense], np.int64).tobytes()
 
     def results(self, data: bytes) -> tuple[U8, F32, bytes]:
         """Quantized columns uint8 [n_cols, column_bytes] (gaps cleared), y [n_cols, n_out], the rest."""
@@ -180,8 +180,10 @@ def driver(request: pytest.FixtureRequest) -> Driver:
     return found
 
 
-def run_products(driver: Driver, isa: str, products: list[Product], at_a_time: int) -> list[tuple[U8, F32]]:
-    data = driver.run(isa, [product.job(at_a_time) for product in products])
+def run_products(
+    driver: Driver, isa: str, products: list[Product], at_a_time: int, dense: bool = False
+) -> list[tuple[U8, F32]]:
+    data = driver.run(isa, [product.job(at_a_time, dense) for product in products])
     results = []
     for product in products:
         quantized, y, data = product.results(data)
@@ -212,6 +214,17 @@ def test_products(rng: np.random.Generator, driver: Driver) -> None:
         products.append(random_product(rng, group, n_in, int(rng.integers(1, 42)), n_cols))
     products.append(random_product(rng, 128, 256, 17, int(513 * driver.scale)))
     check_all(driver, products, lambda product, y: assert_close(y, product.expected()))
+
+
+def test_dense_tiles(rng: np.random.Generator, driver: Driver) -> None:
+    products = [
+        random_product(rng, 128, 128 * n_groups, n_out, n_cols, n_codes=3)
+        for n_groups, n_out, n_cols in ((1, 1, 1), (3, 20, 1), (9, 75, 2), (16, 33, 30))
+    ]
+    for isa in driver.isas:
+        fast = run_products(driver, isa, products, 10**6)
+        dense = run_products(driver, isa, products, 10**6, dense=True)
+        assert all(a[1].tobytes() == b[1].tobytes() for a, b in zip(fast, dense, strict=True)), isa
 
 
 def test_extremes(rng: np.random.Generator, driver: Driver) -> None:

@@ -158,6 +158,31 @@ def test_tiles_give_back_the_bytes(rng: np.random.Generator, type_id: int) -> No
         assert _core.tiles_roundtrip(type_id, data).tobytes() == data.tobytes()
 
 
+@pytest.mark.parametrize("type_id", [_core.TYPE_PTQ1_0, _core.TYPE_TQ1_0])
+def test_dense_tiles_have_the_same_bits(rng: np.random.Generator, type_id: int) -> None:
+    """1.75 bits a weight where tiles take 2.125; bytes and products come out the same."""
+    block = ref.FORMATS[type_id].block
+    for n_out, n_groups, n_cols in ((1, 1, 1), (7, 3, 2), (64, 16, 1), (65, 8, 19), (130, 40, 1)):
+        data = random_matrix(rng, type_id, n_out, block * n_groups)
+        assert _core.tiles_roundtrip(type_id, data, dense=True).tobytes() == data.tobytes()
+        fast, dense = (_core.TiledMatrix(type_id, data, dense=dense) for dense in (False, True))
+        x = rng.standard_normal((n_cols, block * n_groups)).astype(np.float32)
+        for isa in ISAS:
+            product = dense.matmul(x, isa=isa, n_threads=int(rng.integers(1, 4)))
+            assert product.tobytes() == fast.matmul(x, isa=isa).tobytes()
+        if block * n_groups % 1024 == 0 and n_out % 8 == 0:
+            assert dense.n_bytes * 8 == 1.75 * n_out * block * n_groups
+            assert fast.n_bytes * 8 == 2.125 * n_out * block * n_groups
+
+
+@pytest.mark.parametrize("type_id", [_core.TYPE_PQ2_0, _core.TYPE_Q2_0, _core.TYPE_TQ2_0])
+def test_types_with_a_code_3_have_no_dense_tiles(rng: np.random.Generator, type_id: int) -> None:
+    data = random_matrix(rng, type_id, 9, 512)
+    fast, dense = (_core.TiledMatrix(type_id, data, dense=dense) for dense in (False, True))
+    assert dense.n_bytes == fast.n_bytes
+    assert _core.tiles_roundtrip(type_id, data, dense=True).tobytes() == data.tobytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

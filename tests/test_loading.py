@@ -82,6 +82,35 @@ def test_every_split_of_the_layers_runs(tiny: Path, n_gpu_layers: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# ---- the layout of the weights in memory ----
+
+
+def test_dense_layout_takes_less_memory(larger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, said = {}, {}
+    for layout in ("fast", "dense", "auto", "wide"):
+        monkeypatch.setenv("TERN_LAYOUT", layout)
+        said[layout] = llama_bench(larger, False, "-v").stderr
+        # The buffers that llama.cpp reports: name and MiB.
+        sizes[layout] = dict(re.findall(r"(TERN\w*) model buffer size = +([0-9.]+) MiB", said[layout]))
+    fast, dense = float(sizes["fast"]["TERN_TILES"]), float(sizes["dense"]["TERN_DENSE_TILES"])
+    assert dense == pytest.approx(fast * 1.75 / 2.125, rel=1e-3)
+    assert sizes["auto"] == sizes["wide"] == sizes["fast"], "there is memory enough"
+    assert "TERN_LAYOUT=wide is none of auto, fast and dense" in said["wide"]
+
+
+def test_a_model_too_large_for_the_fast_layout_goes_dense(tmp_path: Path) -> None:
+    """A header that asks for more than any memory, before a sparse file: the choice is made and said."""
+    model = synthetic.write_synthetic(tmp_path / "model.gguf", "ptq1_0", TINY)
+    n_out = 2**33
+    last = [field for field in gguf_bytes.fields(model) if field.kind == "dimension"][-1]
+    huge = mutated(model, Mutation("huge", last.at, struct.pack("<Q", n_out)), tmp_path / "huge.gguf")
+    with huge.open("r+b") as file:
+        file.truncate(model.stat().st_size + n_out * TINY.ffn * 28 // 128)
+    done = llama_bench(huge)
+    assert done.returncode == 1
+    assert re.search(r"huge.gguf: of \d+ MB free memory .* in the dense layout", done.stderr), done.stderr
+
+
 # ---- broken and hostile files ----
 
 

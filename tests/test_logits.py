@@ -103,6 +103,18 @@ def test_types_with_the_same_weights_give_the_same_bits(models: dict[str, Path],
         assert np.array_equal(other.view(np.uint32), first.view(np.uint32))
 
 
+@pytest.mark.parametrize("n_gpu_layers", [0, 99])
+def test_layouts_give_the_same_bits(
+    n_gpu_layers: int, models: dict[str, Path], tokens: I32, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = {}
+    for layout in ("fast", "dense"):
+        monkeypatch.setenv("TERN_LAYOUT", layout)
+        serving = Serving(n_gpu_layers=n_gpu_layers)
+        logits[layout] = compare_logits.host_logits(models["ptq1_0"], tokens, serving)
+    assert np.array_equal(logits["fast"].view(np.uint32), logits["dense"].view(np.uint32))
+
+
 def test_device_and_cpu_list_give_the_same_bits(models: dict[str, Path], tokens: I32) -> None:
     """n_gpu_layers moves tensors between our two devices, and with f32 caches nothing else."""
     first, *others = (

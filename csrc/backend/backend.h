@@ -18,15 +18,20 @@ namespace tern {
 
 // Plain host memory: activations, KV cache, and weights of other types (these can stay mapped from the file).
 ggml_backend_buffer_type_t plain_buffer_type();
-// Host memory in which ternary matrices lie in tiles (cpu/tiles.h). A read gives back the bytes that were written.
+// Host memory in which ternary matrices lie in tiles (cpu/tiles.h), in the layout that was chosen last. A read gives back the
+// bytes that were written.
 ggml_backend_buffer_type_t tiled_buffer_type();
+// Whether it is tiled_buffer_type(), of either layout.
+bool is_tiled_buffer_type(ggml_backend_buffer_type_t type);
 // Plain memory that somebody else owns, such as a mapped file.
 ggml_backend_buffer_t plain_buffer_from_pointer(void * data, size_t size);
-// The devices that the two types above name as theirs.
+// The devices that the types above name as theirs.
 void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled);
 
 // Whether a ternary matrix is stored in tiles.
 bool is_tiled(const ggml_tensor * w);
+// The tiles of matrix i of such a tensor, or of a view of one: they count through the third and fourth dimension.
+Tiles tiles_of(const ggml_tensor * w, int64_t i);
 
 // What a ternary matrix, or a view of one, needs beside its product; nullptr for a special one that nothing is known about.
 const Treatment * treatment_of(const ggml_tensor * w);

@@ -1,5 +1,6 @@
 // The buffer types of the devices: plain host memory, and host memory that stores ternary matrices in tiles.
 #include "../cpu/streamed_memory.h"
+#include "../host/weight_layout.h"
 #include "backend.h"
 
 #include <cstring>
@@ -82,28 +83,38 @@ bool plain_is_host(ggml_backend_buffer_type_t) {
 
 // ---- tiles ----
 
+BufferType & tiled_type(TileLayout layout);
+
+TileLayout layout_of(ggml_backend_buffer_type_t type) {
+    return type == tiled_type(TileLayout::DENSE).handle() ? TileLayout::DENSE : TileLayout::FAST;
+}
+
 // A ternary matrix, or a stack of them: [n_in, n_out, count].
 struct Matrices {
     const TernaryType & type;
+    TileLayout layout;
     int64_t n_in;
     int64_t n_out;
     int64_t count;
 
-    explicit Matrices(const ggml_tensor * w)
-        : type(*ternary_type_of(w->type)), n_in(w->ne[0]), n_out(w->ne[1]), count(w->ne[2] * w->ne[3]) {}
+    // In a buffer of this type, where it is tiled.
+    Matrices(const ggml_tensor * w, ggml_backend_buffer_type_t buffer_type)
+        : type(*ternary_type_of(w->type)), layout(layout_of(buffer_type)), n_in(w->ne[0]), n_out(w->ne[1]),
+          count(w->ne[2] * w->ne[3]) {}
+    explicit Matrices(const ggml_tensor * w) : Matrices(w, w->buffer->buft) {}
 
     size_t plain_bytes() const { return type.row_bytes(n_in) * static_cast<size_t>(n_out); }
-    size_t tile_bytes() const { return tiled_bytes(type, n_in, n_out); }
+    size_t tile_bytes() const { return tiled_bytes(type, layout, n_in, n_out); }
 
     void pack(const uint8_t * plain, uint8_t * tiles) const {
         for (int64_t i = 0; i < count; i++) {
-            pack_tiles(type, plain + i * plain_bytes(), n_in, n_out, tiles + i * tile_bytes());
+            pack_tiles(type, layout, plain + i * plain_bytes(), n_in, n_out, tiles + i * tile_bytes());
         }
     }
 
     void unpack(const uint8_t * tiles, uint8_t * plain) const {
         for (int64_t i = 0; i < count; i++) {
-            unpack_tiles(type, tiles + i * tile_bytes(), n_in, n_out, plain + i * plain_bytes());
+            unpack_tiles(type, layout, tiles + i * tile_bytes(), n_in, n_out, plain + i * plain_bytes());
         }
     }
 };
@@ -248,8 +259,8 @@ const ggml_backend_buffer_i TILED_BUFFER_INTERFACE = {
     /* .reset         = */ nullptr,
 };
 
-const char * tiled_get_name(ggml_backend_buffer_type_t) {
-    return "TERN_TILES";
+const char * tiled_get_name(ggml_backend_buffer_type_t type) {
+    return layout_of(type) == TileLayout::DENSE ? "TERN_DENSE_TILES" : "TERN_TILES";
 }
 
 ggml_backend_buffer_t tiled_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
@@ -263,11 +274,11 @@ ggml_backend_buffer_t tiled_alloc_buffer(ggml_backend_buffer_type_t type, size_t
     return host().ggml_backend_buffer_init(type, TILED_BUFFER_INTERFACE, context.release(), size);
 }
 
-size_t tiled_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+size_t tiled_get_alloc_size(ggml_backend_buffer_type_t type, const ggml_tensor * tensor) {
     if (ternary_type_of(tensor->type) == nullptr) {
         return host().ggml_nbytes(tensor);
     }
-    const Matrices m(tensor);
+    const Matrices m(tensor, type);
     return m.tile_bytes() * static_cast<size_t>(m.count);
 }
 
@@ -287,16 +298,18 @@ BufferType & plain_type() {
     return type;
 }
 
-BufferType & tiled_type() {
-    static BufferType type({
+BufferType & tiled_type(TileLayout layout) {
+    static const ggml_backend_buffer_type_i iface = {
         /* .get_name       = */ tiled_get_name,
         /* .alloc_buffer   = */ tiled_alloc_buffer,
         /* .get_alignment  = */ get_alignment,
         /* .get_max_size   = */ nullptr,
         /* .get_alloc_size = */ tiled_get_alloc_size,
         /* .is_host        = */ tiled_is_host,
-    });
-    return type;
+    };
+    static BufferType fast(iface);
+    static BufferType dense(iface);
+    return layout == TileLayout::DENSE ? dense : fast;
 }
 
 }  // namespace
@@ -306,7 +319,11 @@ ggml_backend_buffer_type_t plain_buffer_type() {
 }
 
 ggml_backend_buffer_type_t tiled_buffer_type() {
-    return tiled_type().handle();
+    return tiled_type(chosen_layout()).handle();
+}
+
+bool is_tiled_buffer_type(ggml_backend_buffer_type_t type) {
+    return type == tiled_type(TileLayout::FAST).handle() || type == tiled_type(TileLayout::DENSE).handle();
 }
 
 ggml_backend_buffer_t plain_buffer_from_pointer(void * data, size_t size) {
@@ -319,7 +336,8 @@ ggml_backend_buffer_t plain_buffer_from_pointer(void * data, size_t size) {
 
 void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled) {
     plain_type().set_device(plain);
-    tiled_type().set_device(tiled);
+    tiled_type(TileLayout::FAST).set_device(tiled);
+    tiled_type(TileLayout::DENSE).set_device(tiled);
 }
 
 const Treatment * treatment_of(const ggml_tensor * w) {
@@ -333,7 +351,13 @@ const Treatment * treatment_of(const ggml_tensor * w) {
 }
 
 bool is_tiled(const ggml_tensor * w) {
-    return w->buffer != nullptr && w->buffer->buft == tiled_buffer_type() && ternary_type_of(w->type) != nullptr;
+    return w->buffer != nullptr && is_tiled_buffer_type(w->buffer->buft) && ternary_type_of(w->type) != nullptr;
+}
+
+Tiles tiles_of(const ggml_tensor * w, int64_t i) {
+    const Matrices m(w);
+    return tiles_of(m.type, m.layout, static_cast<const uint8_t *>(w->data) + static_cast<size_t>(i) * m.tile_bytes(),
+                    m.n_in, m.n_out);
 }
 
 }  // namespace tern

@@ -10,13 +10,9 @@
 #include "backend.h"
 
 #include "../host/loader_hook.h"
+#include "../host/machine_memory.h"
 
-#include <algorithm>
-#include <cstdio>
-#include <cstring>
-#include <fstream>
 #include <string>
-#include <unistd.h>
 
 namespace tern {
 
@@ -57,37 +53,10 @@ const char * get_description(ggml_backend_dev_t) {
     return description.c_str();
 }
 
-// A line of /proc/meminfo in bytes, or 0.
-size_t meminfo(const char * key) {
-    std::ifstream file("/proc/meminfo");
-    std::string line;
-    while (std::getline(file, line)) {
-        size_t kib;
-        if (line.compare(0, std::strlen(key), key) == 0 &&
-            std::sscanf(line.c_str() + std::strlen(key), ": %zu", &kib) == 1) {
-            return kib * 1024;
-        }
-    }
-    return 0;
-}
-
-// A number in a control-group file; `none` when there is no limit.
-size_t cgroup_value(const char * path, size_t none) {
-    std::ifstream file(path);
-    size_t value;
-    return file >> value ? value : none;
-}
-
-// What the machine has, or what a container may use of it, whichever is less.
 void get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
-    *total = meminfo("MemTotal");
-    *free = meminfo("MemAvailable");
-    const size_t limit = cgroup_value("/sys/fs/cgroup/memory.max", *total);
-    if (limit < *total) {
-        const size_t used = cgroup_value("/sys/fs/cgroup/memory.current", 0);
-        *total = limit;
-        *free = std::min(*free, limit - std::min(limit, used));
-    }
+    const MachineMemory memory = machine_memory();
+    *free = memory.free;
+    *total = memory.total;
 }
 
 enum ggml_backend_dev_type get_type(ggml_backend_dev_t device) {
@@ -126,7 +95,7 @@ bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
         // llama.cpp asks where a weight should live by showing it in an empty buffer of each type: in tiles, please.
         const ggml_backend_buffer_t buffer = op->src[0]->buffer;
         const bool only_asking = buffer != nullptr && buffer->size == 0 && op->src[0]->data == nullptr;
-        if (only_asking && buffer->buft != tiled_buffer_type()) {
+        if (only_asking && !is_tiled_buffer_type(buffer->buft)) {
             return false;
         }
         return supports_ternary_op(op);
@@ -137,7 +106,7 @@ bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
     }
     for (const ggml_tensor * src : op->src) {
         if (src != nullptr && (is_our_slot(static_cast<uint32_t>(src->type)) ||
-                               (src->buffer != nullptr && src->buffer->buft == tiled_buffer_type()))) {
+                               (src->buffer != nullptr && is_tiled_buffer_type(src->buffer->buft)))) {
             return false;
         }
     }
@@ -145,7 +114,7 @@ bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
 }
 
 bool supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
-    return type == tiled_buffer_type() || host().ggml_backend_buft_is_host(type);
+    return is_tiled_buffer_type(type) || host().ggml_backend_buft_is_host(type);
 }
 
 const ggml_backend_device_i DEVICE_INTERFACE = {

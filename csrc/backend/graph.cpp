@@ -59,25 +59,20 @@ struct MultiplicationGroup {
     SharedWork work;
 };
 
-// One of the matrices that a weight tensor stacks in its third and fourth dimension.
+// One of the matrices that a weight tensor stacks in its third and fourth dimension: in tiles, or in plain rows.
 struct WeightMatrix {
     const TernaryType & type;
-    const uint8_t * data;
-    int group;          // of the tiles
-    size_t row_stride;  // of plain rows; 0 if the matrix lies in tiles
-    int64_t n_in;
-    int64_t n_out;
+    Tiles tiles;           // of plain rows, the shape and the group alone
+    const uint8_t * rows;  // or nullptr
+    size_t row_stride;
 
     WeightMatrix(const ggml_tensor * w, int64_t i2, int64_t i3)
-        : type(*ternary_type_of(w->type)), data(static_cast<const uint8_t *>(w->data)), group(tile_group(type)),
-          row_stride(0), n_in(w->ne[0]), n_out(w->ne[1]) {
+        : type(*ternary_type_of(w->type)), tiles{nullptr, w->ne[0], w->ne[1], tile_group(type), false}, rows(nullptr),
+          row_stride(w->nb[1]) {
         if (is_tiled(w)) {
-            const uint8_t * matrix = data + static_cast<size_t>(i3 * w->ne[2] + i2) * tiled_bytes(type, n_in, n_out);
-            group = group_of_tiles(type, matrix);
-            data = first_tile(matrix);
+            tiles = tiles_of(w, i3 * w->ne[2] + i2);
         } else {
-            data += i2 * w->nb[2] + i3 * w->nb[3];
-            row_stride = w->nb[1];
+            rows = static_cast<const uint8_t *>(w->data) + i2 * w->nb[2] + i3 * w->nb[3];
         }
     }
 };
@@ -98,34 +93,36 @@ float * result_row(const ggml_tensor * node, int64_t i1, int64_t i2, int64_t i3)
 // Plain rows are put into a tile as they come.
 void multiply_plain_rows(const WeightMatrix & w, int64_t tile_begin, int64_t tile_end, const ColumnLayout & layout,
                          const Columns & columns) {
-    thread_local std::vector<uint8_t> tile;
+    thread_local std::vector<uint8_t> memory;
     thread_local std::vector<float *> out;
-    tile.resize(tile_bytes(w.n_in, w.group));
+    memory.resize(w.tiles.stride());
+    Tiles tile = w.tiles;
+    tile.first = memory.data();
     for (int64_t t = tile_begin; t < tile_end; t++) {
         const int64_t row = t * TILE_ROWS;
-        const auto n_rows = static_cast<int>(std::min<int64_t>(TILE_ROWS, w.n_out - row));
-        pack_tile(w.type, w.group, w.data + row * w.row_stride, w.row_stride, n_rows, w.n_in, tile.data());
+        tile.n_out = std::min<int64_t>(TILE_ROWS, w.tiles.n_out - row);
+        pack_tile(w.type, tile.group, w.rows + row * w.row_stride, w.row_stride, static_cast<int>(tile.n_out),
+                  tile.n_in, memory.data());
         out.clear();
         for (float * result : columns.out) {
             out.push_back(result + row);
         }
-        multiply_panels(kernels(), tile.data(), w.group, n_rows, 0, 1, layout, columns.panels, columns.count(),
-                        out.data());
+        multiply_panels(kernels(), tile, 0, 1, layout, columns.panels, columns.count(), out.data());
     }
 }
 
 void multiply_tiles(const Multiplication & task, const WeightMatrix & w, int64_t tile_begin, int64_t tile_end,
                     const Columns & columns) {
     const ColumnLayout & layout = task.activation->layout;
-    if (w.row_stride == 0) {
-        multiply_panels(kernels(), w.data, w.group, w.n_out, tile_begin, tile_end, layout, columns.panels,
-                        columns.count(), columns.out.data());
+    if (w.rows == nullptr) {
+        multiply_panels(kernels(), w.tiles, tile_begin, tile_end, layout, columns.panels, columns.count(),
+                        columns.out.data());
     } else {
         multiply_plain_rows(w, tile_begin, tile_end, layout, columns);
     }
     if (task.squared_relu) {
         const int64_t begin = tile_begin * TILE_ROWS;
-        const int64_t end = std::min(tile_end * TILE_ROWS, w.n_out);
+        const int64_t end = std::min(tile_end * TILE_ROWS, w.tiles.n_out);
         for (float * result : columns.out) {
             kernels().squared_relu_for_silu(result + begin, end - begin);
         }
@@ -289,7 +286,6 @@ void get_rows(ggml_tensor * dst, int ith, int nth, void * data) {
     thread_local std::vector<float> rotated;
     const ggml_tensor * w = dst->src[0];
     const ggml_tensor * ids = dst->src[1];
-    const TernaryType & type = *ternary_type_of(w->type);
     const int64_t n_rows = ids->ne[0] * ids->ne[1] * ids->ne[2];
     for (int64_t r = n_rows * ith / nth; r < n_rows * (ith + 1) / nth; r++) {
         const int64_t i0 = r % ids->ne[0];
@@ -302,16 +298,15 @@ void get_rows(ggml_tensor * dst, int ith, int nth, void * data) {
         float * result = result_row(dst, i0, i1, i2);
         float * out = result;
         if (rotation != nullptr) {
-            rotated.resize(static_cast<size_t>(matrix.n_in));
+            rotated.resize(static_cast<size_t>(w->ne[0]));
             out = rotated.data();
         }
-        if (row < 0 || row >= matrix.n_out) {
-            std::memset(out, 0, static_cast<size_t>(matrix.n_in) * sizeof(float));
-        } else if (matrix.row_stride != 0) {
-            dequantize_row(type, matrix.data + row * matrix.row_stride, matrix.n_in, out);
+        if (row < 0 || row >= w->ne[1]) {
+            std::memset(out, 0, static_cast<size_t>(w->ne[0]) * sizeof(float));
+        } else if (matrix.rows != nullptr) {
+            dequantize_row(matrix.type, matrix.rows + row * matrix.row_stride, w->ne[0], out);
         } else {
-            const uint8_t * tile = matrix.data + row / TILE_ROWS * tile_bytes(matrix.n_in, matrix.group);
-            dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), matrix.n_in, matrix.group, out);
+            dequantize_row(kernels(), matrix.tiles, row, out);
         }
         if (rotation != nullptr) {
             unrotate_row(kernels(), *rotation, out, result);

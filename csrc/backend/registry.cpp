@@ -59,7 +59,8 @@ void * get_proc_address(ggml_backend_reg_t, const char * name) {
     }
     if (std::strcmp(name, "ggml_backend_dev_get_extra_bufts") == 0) {
         return reinterpret_cast<void *>(+[](ggml_backend_dev_t) {
-            static ggml_backend_buffer_type_t types[] = {tiled_buffer_type(), nullptr};
+            static ggml_backend_buffer_type_t types[2];
+            types[0] = tiled_buffer_type();
             return types;
         });
     }

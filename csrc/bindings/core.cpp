@@ -243,7 +243,7 @@ Bytes transcode(uint32_t from_id, uint32_t to_id, const py::array & data, int n_
 
 py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, const py::array & x,
                                   const std::optional<std::string> & isa, int n_threads, const Rotation * rotation) {
-    return multiply_tiled(make_tiled_matrix(type_id, data), x, isa, n_threads, rotation);
+    return multiply_tiled(make_tiled_matrix(type_id, data, /*dense=*/false), x, isa, n_threads, rotation);
 }
 
 py::list available_isas() {
@@ -266,14 +266,15 @@ py::array_t<float> squared_relu_for_silu(const py::array & x, const std::optiona
     return y;
 }
 
-Bytes tiles_roundtrip(uint32_t type_id, const py::array & data) {
+Bytes tiles_roundtrip(uint32_t type_id, const py::array & data, bool dense) {
     const TernaryType & type = require_type(type_id);
     const int64_t n_in = require_packed(type, data, "data");
     const int64_t n_out = data.shape(0);
-    std::vector<uint8_t> tiles(tiled_bytes(type, n_in, n_out));
-    pack_tiles(type, static_cast<const uint8_t *>(data.data()), n_in, n_out, tiles.data());
+    const TileLayout layout = dense ? TileLayout::DENSE : TileLayout::FAST;
+    std::vector<uint8_t> tiles(tiled_bytes(type, layout, n_in, n_out));
+    pack_tiles(type, layout, static_cast<const uint8_t *>(data.data()), n_in, n_out, tiles.data());
     Bytes out(std::vector<py::ssize_t>{n_out, data.shape(1)});
-    unpack_tiles(type, tiles.data(), n_in, n_out, out.mutable_data());
+    unpack_tiles(type, layout, tiles.data(), n_in, n_out, out.mutable_data());
     return out;
 }
 
@@ -603,7 +604,7 @@ What the plug-in makes of the products with the gate of a BitNet that has square
 h with silu(h) = relu(x)^2. x: float32 [n_cols, n_out]. isa: as for matmul. Returns float32 [n_cols, n_out].)");
     m.def("available_isas", &available_isas,
           "Kernel tables that this processor can run, best first: 'avx2', 'generic'.");
-    m.def("tiles_roundtrip", &tiles_roundtrip, py::arg("type"), py::arg("data"),
+    m.def("tiles_roundtrip", &tiles_roundtrip, py::arg("type"), py::arg("data"), py::arg("dense") = false,
           "Pack rows, uint8 [n_rows, row_bytes], into the kernels' tiles and read them back, as the plug-in's buffers "
           "do.");
 

@@ -12,13 +12,13 @@ namespace py = pybind11;
 
 namespace tern {
 
-TiledMatrix make_tiled_matrix(uint32_t type_id, const py::array & data) {
+TiledMatrix make_tiled_matrix(uint32_t type_id, const py::array & data, bool dense) {
     const TernaryType & type = require_type(type_id);
     const int64_t n_in = require_packed(type, data, "data");
     const int64_t n_out = data.shape(0);
     const auto * rows = static_cast<const uint8_t *>(data.data());
     const py::gil_scoped_release unlocked;
-    return TiledMatrix(type, rows, n_in, n_out);
+    return TiledMatrix(type, dense ? TileLayout::DENSE : TileLayout::FAST, rows, n_in, n_out);
 }
 
 py::array_t<float> multiply_tiled(const TiledMatrix & matrix, const py::array & x,
@@ -52,16 +52,16 @@ py::array_t<float> multiply_tiled(const TiledMatrix & matrix, const py::array & 
                        quantized.data() + c * layout.bytes);
     }
     parallel(tile_count(matrix.n_out()), n_threads, [&](int64_t begin, int64_t end) {
-        matmul(table, matrix.tiles(), matrix.group(), matrix.n_out(), begin, end, layout, columns.data(), n_cols,
-               outputs.data());
+        matmul(table, matrix.tiles(), begin, end, layout, columns.data(), n_cols, outputs.data());
     });
     return y;
 }
 
 void bind_tiled_matrix(py::module_ & m) {
     py::class_<TiledMatrix>(m, "TiledMatrix", "A ternary matrix as the plug-in's kernels want it, packed once.")
-        .def(py::init(&make_tiled_matrix), py::arg("type"), py::arg("data"),
-             "type: a ternary type id. data: uint8 [n_out, row_bytes].")
+        .def(py::init(&make_tiled_matrix), py::arg("type"), py::arg("data"), py::arg("dense") = false,
+             "type: a ternary type id. data: uint8 [n_out, row_bytes]. dense: 1.75 bits a weight in memory, for the "
+             "base-3 types; slower, with the same bits.")
         .def_property_readonly("n_in", &TiledMatrix::n_in)
         .def_property_readonly("n_out", &TiledMatrix::n_out)
         .def_property_readonly("n_bytes", &TiledMatrix::n_bytes, "Bytes that a product with one column reads.")

@@ -12,7 +12,7 @@
 namespace tern {
 
 // data: uint8 [n_out, row_bytes].
-TiledMatrix make_tiled_matrix(uint32_t type_id, const pybind11::array & data);
+TiledMatrix make_tiled_matrix(uint32_t type_id, const pybind11::array & data, bool dense);
 
 // x: float32 [n_cols, n_in]. Returns float32 [n_cols, n_out].
 pybind11::array_t<float> multiply_tiled(const TiledMatrix & matrix, const pybind11::array & x,

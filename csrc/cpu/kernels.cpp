@@ -184,33 +184,55 @@ void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * ro
     permute_back(rotation, row, plain);
 }
 
-void multiply_panels(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
-                     int64_t tile_end, const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols,
-                     float * const * outputs) {
+void multiply_panels(const Kernels & kernels, const Tiles & tiles, int64_t tile_begin, int64_t tile_end,
+                     const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols, float * const * outputs) {
     thread_local std::vector<float *> results;
+    thread_local std::vector<uint8_t> expanded;
     results.resize(static_cast<size_t>(kernels.max_columns));
-    const size_t stride = tile_bytes(layout.n_in, group);
+    const size_t stride = tile_bytes(tiles.n_in, tiles.group);
     const Panels p(n_cols, kernels.max_columns);
     const auto tiles_in_block =
         static_cast<int64_t>(BLOCK_BYTES / stride) / kernels.tiles_at_once * kernels.tiles_at_once;
     const int64_t tiles_at_a_time =
-        p.count == 1 ? tile_end - tile_begin : std::max<int64_t>(kernels.tiles_at_once, tiles_in_block);
+        p.count == 1 && !tiles.dense ? tile_end - tile_begin : std::max<int64_t>(kernels.tiles_at_once, tiles_in_block);
+    if (tiles.dense) {
+        expanded.resize(stride * static_cast<size_t>(tiles_at_a_time));
+    }
     const int64_t panels_at_a_time =
         std::max<int64_t>(1, static_cast<int64_t>(PANEL_BYTES / layout.bytes) / kernels.max_columns);
     for (int64_t first = 0; first < p.count; first += panels_at_a_time) {
         const int64_t last = std::min(first + panels_at_a_time, p.count);
         for (int64_t tile = tile_begin; tile < tile_end; tile += tiles_at_a_time) {
+            const int64_t end = std::min(tile + tiles_at_a_time, tile_end);
+            const uint8_t * block = tiles.tile(tile);
+            if (tiles.dense) {
+                for (int64_t t = tile; t < end; t++) {
+                    kernels.expand(tiles.tile(t), tiles.n_in, expanded.data() + stride * static_cast<size_t>(t - tile));
+                }
+                block = expanded.data();
+            }
             const int64_t row = tile * TILE_ROWS;
-            const int64_t n_rows = std::min(std::min(tile + tiles_at_a_time, tile_end) * TILE_ROWS, n_out) - row;
+            const int64_t n_rows = std::min(end * TILE_ROWS, tiles.n_out) - row;
             for (int64_t panel = first; panel < last; panel++) {
                 for (int c = 0; c < p.width(panel); c++) {
                     results[c] = outputs[p.begin(panel) + c] + row;
                 }
-                kernels.multiply(tiles + tile * stride, n_rows, group, layout, panels + p.begin(panel) * layout.bytes,
+                kernels.multiply(block, n_rows, tiles.group, layout, panels + p.begin(panel) * layout.bytes,
                                  p.width(panel), results.data());
             }
         }
     }
+}
+
+void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, float * weights) {
+    const uint8_t * tile = tiles.tile(row / TILE_ROWS);
+    thread_local std::vector<uint8_t> expanded;
+    if (tiles.dense) {
+        expanded.resize(tile_bytes(tiles.n_in, tiles.group));
+        kernels.expand(tile, tiles.n_in, expanded.data());
+        tile = expanded.data();
+    }
+    dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), tiles.n_in, tiles.group, weights);
 }
 
 int64_t tiles_per_unit(int64_t n_out, int n_threads) {
@@ -227,13 +249,12 @@ void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uin
     }
 }
 
-void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
-            int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
-            float * const * outputs) {
+void matmul(const Kernels & kernels, const Tiles & tiles, int64_t tile_begin, int64_t tile_end,
+            const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols, float * const * outputs) {
     thread_local std::vector<uint8_t> panels;
     panels.resize(static_cast<size_t>(n_cols) * layout.bytes);
     make_panels(kernels, layout, columns, n_cols, panels.data());
-    multiply_panels(kernels, tiles, group, n_out, tile_begin, tile_end, layout, panels.data(), n_cols, outputs);
+    multiply_panels(kernels, tiles, tile_begin, tile_end, layout, panels.data(), n_cols, outputs);
 }
 
 }  // namespace tern

@@ -59,6 +59,9 @@ struct Kernels {
     // values[i] = silu^-1(relu(values[i])^2): see squared_relu.h.
     void (*squared_relu_for_silu)(float * values, int64_t n);
 
+    // A dense tile (dense_tiles.h) to one that multiply() takes.
+    void (*expand)(const uint8_t * dense, int64_t n_in, uint8_t * tile);
+
     // Neighbouring inputs of a column that lie together in a panel.
     int panel_inputs = 4;
     // multiply() takes so many tiles at a time, and as long for fewer.
@@ -97,11 +100,12 @@ void prepare_column(const Kernels & kernels, const Rotation * rotation, const Co
 void prepare_panel(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout,
                    const float * const * x, int n_cols, int64_t group_begin, int64_t group_end, uint8_t * panel);
 
-// The rows of tiles [tile_begin, tile_end) of a matrix with n_out rows, times the n_cols columns of `panels`.
-// outputs[c] points at row 0 of column c.
-void multiply_panels(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
-                     int64_t tile_end, const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols,
-                     float * const * outputs);
+// The rows of tiles [tile_begin, tile_end) times the n_cols columns of `panels`. outputs[c] points at row 0 of column c.
+void multiply_panels(const Kernels & kernels, const Tiles & tiles, int64_t tile_begin, int64_t tile_end,
+                     const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols, float * const * outputs);
+
+// One row as floats.
+void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, float * weights);
 
 // Tiles that a thread takes at a time: a few units for each thread, and not so small that taking them costs.
 int64_t tiles_per_unit(int64_t n_out, int n_threads);
@@ -111,8 +115,7 @@ void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uin
                  uint8_t * panels);
 
 // multiply_panels() for such columns.
-void matmul(const Kernels & kernels, const uint8_t * tiles, int group, int64_t n_out, int64_t tile_begin,
-            int64_t tile_end, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
-            float * const * outputs);
+void matmul(const Kernels & kernels, const Tiles & tiles, int64_t tile_begin, int64_t tile_end,
+            const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols, float * const * outputs);
 
 }  // namespace tern

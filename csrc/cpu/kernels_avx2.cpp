@@ -7,11 +7,13 @@
 #include "kernel_tables.h"
 
 #include "../format/float16.h"
+#include "dense_tiles.h"
 #include "squared_relu.h"
 #include "x86.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace tern {
 
@@ -193,13 +195,56 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
     }
 }
 
+// Two codes of each of 32 words: 3a + b to a | b << 2. The words keep the rest.
+inline __m256i next_codes(__m256i & lower, __m256i & upper) {
+    const __m256i half_bytes =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 1, 5, 9, 2, 6, 10, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i nine = _mm256_set1_epi16(9);
+    const __m256i codes = _mm256_packus_epi16(_mm256_mulhi_epu16(lower, nine), _mm256_mulhi_epu16(upper, nine));
+    lower = _mm256_mullo_epi16(lower, nine);
+    upper = _mm256_mullo_epi16(upper, nine);
+    return _mm256_shuffle_epi8(half_bytes, codes);
+}
+
+void expand(const uint8_t * dense, int64_t n_in, uint8_t * tile) {
+    for (int64_t begin = 0; begin < n_in; begin += DENSE_GROUP) {
+        prefetch(dense, DENSE_WORDS * sizeof(uint16_t));
+        __m256i codes[16];
+#pragma GCC unroll 3
+        for (int i = 0; i < 3; i++) {
+            const auto * words = reinterpret_cast<const __m256i *>(dense) + 2 * i;
+            __m256i lower = _mm256_loadu_si256(words);
+            __m256i upper = _mm256_loadu_si256(words + 1);
+#pragma GCC unroll 5
+            for (int k = 0; k < 5; k++) {
+                codes[5 * i + k] = next_codes(lower, upper);
+            }
+        }
+        // The last 8 words, four times in two registers, with two codes taken off 0, 2, 1 and 3 times.
+        const __m256i last = _mm256_broadcastsi128_si256(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(dense + (DENSE_WORDS - 8) * sizeof(uint16_t))));
+        __m256i lower =
+            _mm256_mullo_epi16(last, _mm256_setr_epi16(1, 1, 1, 1, 1, 1, 1, 1, 81, 81, 81, 81, 81, 81, 81, 81));
+        __m256i upper = _mm256_mullo_epi16(lower, _mm256_set1_epi16(9));
+        codes[15] = next_codes(lower, upper);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i *>(tile) + i,
+                                _mm256_or_si256(codes[2 * i], _mm256_slli_epi16(codes[2 * i + 1], 4)));
+        }
+        dense += DENSE_WORDS * sizeof(uint16_t);
+        tile += DENSE_GROUP * 2;
+    }
+    std::memcpy(tile, dense, static_cast<size_t>(n_in / DENSE_GROUP) * TILE_ROWS * sizeof(uint16_t));
+}
+
 // 8 sums, a register of codes, its bit pairs, the mask and the products fit the 16 registers.
 constexpr int MAX_COLUMNS = 8;
 
 }  // namespace
 
 const Kernels KERNELS_AVX2 = {
-    "avx2", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+    "avx2", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand,
 };
 
 }  // namespace tern

@@ -97,8 +97,8 @@ constexpr int PANEL_INPUTS = 4;
 }  // namespace
 
 const Kernels KERNELS_AVX512 = {
-    "avx512",     quantize,      hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
-    PANEL_INPUTS, TILES_AT_ONCE,
+    "avx512", quantize,     hadamard,      multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+    expand,   PANEL_INPUTS, TILES_AT_ONCE,
 };
 
 }  // namespace tern

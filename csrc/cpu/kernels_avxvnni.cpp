@@ -25,7 +25,7 @@ constexpr int MAX_COLUMNS = 12;
 }  // namespace
 
 const Kernels KERNELS_AVXVNNI = {
-    "avxvnni", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+    "avxvnni", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand,
 };
 
 }  // namespace tern

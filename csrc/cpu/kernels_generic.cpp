@@ -2,6 +2,7 @@
 #include "kernel_tables.h"
 
 #include "../format/float16.h"
+#include "dense_tiles.h"
 #include "squared_relu.h"
 
 #include <algorithm>
@@ -90,6 +91,6 @@ void multiply(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayo
 
 }  // namespace
 
-const Kernels KERNELS_GENERIC = {"generic", quantize, hadamard, multiply, 6, squared_relu_for_silu};
+const Kernels KERNELS_GENERIC = {"generic", quantize, hadamard, multiply, 6, squared_relu_for_silu, expand_tile};
 
 }  // namespace tern

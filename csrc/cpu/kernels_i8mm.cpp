@@ -6,6 +6,7 @@
 // each, are zipped into two registers of 2 rows.
 #include "kernel_tables.h"
 
+#include "dense_tiles.h"
 #include "neon.h"
 #include "squared_relu.h"
 
@@ -114,7 +115,8 @@ constexpr int MAX_COLUMNS = 12;
 }  // namespace
 
 const Kernels KERNELS_I8MM = {
-    "i8mm", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, PANEL_INPUTS,
+    "i8mm",      quantize,     hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+    expand_tile, PANEL_INPUTS,
 };
 
 }  // namespace tern

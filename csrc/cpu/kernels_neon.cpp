@@ -2,6 +2,7 @@
 #include "kernel_tables.h"
 
 #include "../format/float16.h"
+#include "dense_tiles.h"
 #include "neon.h"
 #include "squared_relu.h"
 
@@ -172,7 +173,7 @@ constexpr int MAX_COLUMNS = 12;
 }  // namespace
 
 const Kernels KERNELS_NEON = {
-    "neon", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+    "neon", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand_tile,
 };
 
 }  // namespace tern

@@ -204,9 +204,8 @@ class Product {
         const int64_t per_unit = tiles_per_unit(matrix_.n_out(), nth);
         work_->run((tiles + per_unit - 1) / per_unit, ith, nth, [&](int64_t unit) {
             const int64_t first = unit * per_unit;
-            multiply_panels(kernels_, matrix_.tiles(), matrix_.group(), matrix_.n_out(), first,
-                            std::min(first + per_unit, tiles), layout_, quantized_.get(), panels_.n_cols,
-                            outputs_.data());
+            multiply_panels(kernels_, matrix_.tiles(), first, std::min(first + per_unit, tiles), layout_,
+                            quantized_.get(), panels_.n_cols, outputs_.data());
         });
     }
 

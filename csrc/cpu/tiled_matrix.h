@@ -9,24 +9,22 @@ namespace tern {
 class TiledMatrix {
   public:
     // data: n_out rows of n_in weights each, packed without gaps. Throws std::bad_alloc.
-    TiledMatrix(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out)
-        : type_(&type), n_in_(n_in), n_out_(n_out), memory_(allocate_streamed(tiled_bytes(type, n_in, n_out))) {
-        pack_tiles(type, data, n_in, n_out, memory_.get());
+    TiledMatrix(const TernaryType & type, TileLayout layout, const uint8_t * data, int64_t n_in, int64_t n_out)
+        : memory_(allocate_streamed(tiled_bytes(type, layout, n_in, n_out))) {
+        pack_tiles(type, layout, data, n_in, n_out, memory_.get());
+        tiles_ = tiles_of(type, layout, memory_.get(), n_in, n_out);
     }
 
-    int64_t n_in() const { return n_in_; }
-    int64_t n_out() const { return n_out_; }
-    int group() const { return group_of_tiles(*type_, memory_.get()); }
-    const uint8_t * tiles() const { return first_tile(memory_.get()); }
+    const Tiles & tiles() const { return tiles_; }
+    int64_t n_in() const { return tiles_.n_in; }
+    int64_t n_out() const { return tiles_.n_out; }
 
     // Bytes of the tiles: what a product with one column reads.
-    size_t n_bytes() const { return static_cast<size_t>(tile_count(n_out_)) * tile_bytes(n_in_, group()); }
+    size_t n_bytes() const { return static_cast<size_t>(tiles_.count()) * tiles_.stride(); }
 
   private:
-    const TernaryType * type_;
-    int64_t n_in_;
-    int64_t n_out_;
     StreamedMemory memory_;
+    Tiles tiles_;
 };
 
 }  // namespace tern

@@ -2,6 +2,7 @@
 #include "tiles.h"
 
 #include "../format/float16.h"
+#include "dense_tiles.h"
 
 #include <algorithm>
 #include <cstring>
@@ -86,36 +87,55 @@ void dequantize_tile_row(const uint8_t * tile, int row, int64_t n_in, int group,
     }
 }
 
-size_t tiled_bytes(const TernaryType & type, int64_t n_in, int64_t n_out) {
-    return TILES_HEADER + static_cast<size_t>(tile_count(n_out)) * tile_bytes(n_in, tile_group(type));
+size_t Tiles::stride() const {
+    return dense ? dense_tile_bytes(n_in) : tile_bytes(n_in, group);
 }
 
-int group_of_tiles(const TernaryType & type, const uint8_t * matrix) {
-    return header_of_tiles(matrix).paired_scales ? 128 : tile_group(type);
+size_t tiled_bytes(const TernaryType & type, TileLayout layout, int64_t n_in, int64_t n_out) {
+    const Tiles tiles{nullptr, n_in, n_out, tile_group(type), is_dense(type, layout)};
+    return TILES_HEADER + static_cast<size_t>(tiles.count()) * tiles.stride();
 }
 
-void pack_tiles(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out, uint8_t * matrix) {
+Tiles tiles_of(const TernaryType & type, TileLayout layout, const uint8_t * matrix, int64_t n_in, int64_t n_out) {
+    const int group = header_of_tiles(matrix).paired_scales ? 128 : tile_group(type);
+    return {matrix + TILES_HEADER, n_in, n_out, group, is_dense(type, layout)};
+}
+
+void pack_tiles(const TernaryType & type, TileLayout layout, const uint8_t * data, int64_t n_in, int64_t n_out,
+                uint8_t * matrix) {
     const size_t row_bytes = type.row_bytes(n_in);
     std::memset(matrix, 0, TILES_HEADER);
     header_of_tiles(matrix).paired_scales = has_paired_scales(type, data, n_in, n_out);
-    const int group = group_of_tiles(type, matrix);
+    const Tiles tiles = tiles_of(type, layout, matrix, n_in, n_out);
+    std::vector<uint8_t> expanded(tiles.dense ? tile_bytes(n_in, tiles.group) : 0);
     uint8_t * tile = matrix + TILES_HEADER;
-    for (int64_t row = 0; row < n_out; row += TILE_ROWS) {
+    for (int64_t row = 0; row < n_out; row += TILE_ROWS, tile += tiles.stride()) {
         const int n_rows = static_cast<int>(std::min<int64_t>(TILE_ROWS, n_out - row));
-        pack_tile(type, group, data + row * row_bytes, row_bytes, n_rows, n_in, tile);
-        tile += tile_bytes(n_in, group);
+        uint8_t * packed = tiles.dense ? expanded.data() : tile;
+        pack_tile(type, tiles.group, data + row * row_bytes, row_bytes, n_rows, n_in, packed);
+        if (tiles.dense) {
+            condense_tile(packed, n_in, tile);
+        }
     }
 }
 
-void unpack_tiles(const TernaryType & type, const uint8_t * matrix, int64_t n_in, int64_t n_out, uint8_t * data) {
-    const int group = group_of_tiles(type, matrix);
+void unpack_tiles(const TernaryType & type, TileLayout layout, const uint8_t * matrix, int64_t n_in, int64_t n_out,
+                  uint8_t * data) {
+    const Tiles tiles = tiles_of(type, layout, matrix, n_in, n_out);
+    std::vector<uint8_t> expanded(tiles.dense ? tile_bytes(n_in, tiles.group) : 0);
     std::vector<uint8_t> codes(n_in);
-    std::vector<uint16_t> scales(n_in / group);
+    std::vector<uint16_t> scales(n_in / tiles.group);
     for (int64_t row = 0; row < n_out; row++) {
-        const uint8_t * tile = first_tile(matrix) + row / TILE_ROWS * tile_bytes(n_in, group);
-        unpack_tile_row(tile, static_cast<int>(row % TILE_ROWS), n_in, group, codes.data(), scales.data());
+        const uint8_t * tile = tiles.tile(row / TILE_ROWS);
+        if (tiles.dense) {
+            if (row % TILE_ROWS == 0) {
+                expand_tile(tile, n_in, expanded.data());
+            }
+            tile = expanded.data();
+        }
+        unpack_tile_row(tile, static_cast<int>(row % TILE_ROWS), n_in, tiles.group, codes.data(), scales.data());
         for (int64_t b = 0; b < n_in / type.block; b++) {
-            type.pack_block(codes.data() + b * type.block, scales[b * type.block / group], data);
+            type.pack_block(codes.data() + b * type.block, scales[b * type.block / tiles.group], data);
             data += type.block_bytes;
         }
     }

@@ -15,6 +15,8 @@
 // `group` is 64 for Q2_0 and 128 for all other types (those with 256 weights a scale repeat it). The last tile is filled
 // up with rows of scale 0.
 //
+// Weights of the base-3 types may lie in dense tiles instead (dense_tiles.h), which are made into these when they are used.
+//
 // Before the tiles of a matrix stand TILES_HEADER bytes with a TilesHeader.
 #pragma once
 
@@ -73,16 +75,36 @@ void unpack_tile_row(const uint8_t * tile, int row, int64_t n_in, int group, uin
 // One row of a tile as floats.
 void dequantize_tile_row(const uint8_t * tile, int row, int64_t n_in, int group, float * weights);
 
+// How matrices lie in memory. DENSE: those of the base-3 types in dense tiles, which are smaller and take longer to multiply.
+enum class TileLayout { FAST, DENSE };
+
+// Whether a matrix of this type lies in dense tiles.
+inline bool is_dense(const TernaryType & type, TileLayout layout) {
+    return layout == TileLayout::DENSE && (type.id == TYPE_PTQ1_0 || type.id == TYPE_TQ1_0);
+}
+
+// A matrix in tiles.
+struct Tiles {
+    const uint8_t * first;
+    int64_t n_in;
+    int64_t n_out;
+    int group;
+    bool dense;
+
+    int64_t count() const { return tile_count(n_out); }
+    size_t stride() const;  // bytes from tile to tile
+    const uint8_t * tile(int64_t i) const { return first + static_cast<size_t>(i) * stride(); }
+};
+
 // A whole matrix [n_out][n_in] to header and tiles and back. `data` is packed without gaps, as in the file. tiled_bytes is
 // enough for either group.
-size_t tiled_bytes(const TernaryType & type, int64_t n_in, int64_t n_out);
-void pack_tiles(const TernaryType & type, const uint8_t * data, int64_t n_in, int64_t n_out, uint8_t * matrix);
-void unpack_tiles(const TernaryType & type, const uint8_t * matrix, int64_t n_in, int64_t n_out, uint8_t * data);
+size_t tiled_bytes(const TernaryType & type, TileLayout layout, int64_t n_in, int64_t n_out);
+void pack_tiles(const TernaryType & type, TileLayout layout, const uint8_t * data, int64_t n_in, int64_t n_out,
+                uint8_t * matrix);
+void unpack_tiles(const TernaryType & type, TileLayout layout, const uint8_t * matrix, int64_t n_in, int64_t n_out,
+                  uint8_t * data);
 
-// The group and the first tile of a matrix that pack_tiles wrote.
-int group_of_tiles(const TernaryType & type, const uint8_t * matrix);
-inline const uint8_t * first_tile(const uint8_t * matrix) {
-    return matrix + TILES_HEADER;
-}
+// The tiles of a matrix that pack_tiles wrote.
+Tiles tiles_of(const TernaryType & type, TileLayout layout, const uint8_t * matrix, int64_t n_in, int64_t n_out);
 
 }  // namespace tern

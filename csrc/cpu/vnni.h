@@ -28,6 +28,10 @@ inline void hadamard(float * x, const float * signs, int64_t block) {
     KERNELS_AVX2.hadamard(x, signs, block);
 }
 
+inline void expand(const uint8_t * dense, int64_t n_in, uint8_t * tile) {
+    KERNELS_AVX2.expand(dense, n_in, tile);
+}
+
 // One column. Codes are taken two bit pairs from one shift: the upper pair stays 4 times its value, and its sums are divided
 // at the end of the group, exactly. Four sums side by side, because vpdpbusd takes 4 or 5 cycles.
 template <int GROUP>

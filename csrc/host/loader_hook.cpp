@@ -6,6 +6,7 @@
 #include "host_api.h"
 #include "treatments.h"
 #include "type_slots.h"
+#include "weight_layout.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -123,6 +124,7 @@ FILE * translated_copy(const char * name, std::string_view file, size_t start, b
         return nullptr;  // the host's reader says what is wrong in its own words
     }
     const bool is_legacy = resolve_legacy_q2_0(header, gguf.size());
+    choose_layout(name, header);
     const std::map<std::string_view, Rotation> rotations = find_rotations(header);
     std::string obstacle;
     const bool squared_relu = gates_have_squared_relu(header, obstacle);

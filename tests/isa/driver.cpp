@@ -6,9 +6,10 @@
 //
 //   operation   numbers                     data                                   result
 //   0 product   group, n_in, n_out, n_cols  tiles; x float [n_cols][n_in];         quantized columns, y float [n_cols][n_out]
-//                                           columns at a time, int64
+//                                           columns at a time, dense?, int64
 //   1 hadamard  block, n_blocks, signs?, -  float [n_blocks][block]; signs [block] float [n_blocks][block]
 //   2 squared_relu_for_silu  n, -, -, -     float [n]                              float [n]
+#include "cpu/dense_tiles.h"
 #include "cpu/kernel_tables.h"
 
 #include <algorithm>
@@ -54,15 +55,32 @@ template <typename T> void write(std::FILE * file, const std::vector<T> & values
     }
 }
 
+std::vector<uint8_t> condensed(const std::vector<uint8_t> & tiles, int64_t n_in) {
+    const size_t stride = tern::tile_bytes(n_in, tern::DENSE_GROUP);
+    const size_t dense_stride = tern::dense_tile_bytes(n_in);
+    const size_t n_tiles = tiles.size() / stride;
+    std::vector<uint8_t> dense(n_tiles * dense_stride);
+    for (size_t i = 0; i < n_tiles; i++) {
+        tern::condense_tile(tiles.data() + i * stride, n_in, dense.data() + i * dense_stride);
+    }
+    return dense;
+}
+
 void product(const Kernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
     const auto group = static_cast<int>(numbers[0]);
     const int64_t n_in = numbers[1];
     const int64_t n_out = numbers[2];
     const int64_t n_cols = numbers[3];
     const int64_t n_tiles = tern::tile_count(n_out);
-    const auto tiles = read<uint8_t>(in, n_tiles * tern::tile_bytes(n_in, group));
+    auto tiles = read<uint8_t>(in, n_tiles * tern::tile_bytes(n_in, group));
     const auto x = read<float>(in, n_cols * n_in);
-    const int64_t at_a_time = read<int64_t>(in, 1)[0];
+    const auto options = read<int64_t>(in, 2);
+    const int64_t at_a_time = options[0];
+    const bool dense = options[1] != 0;
+    if (dense) {
+        tiles = condensed(tiles, n_in);
+    }
+    const tern::Tiles matrix{tiles.data(), n_in, n_out, group, dense};
     const tern::ColumnLayout layout(n_in);
     std::vector<uint8_t> quantized(n_cols * layout.bytes);
     std::vector<float> y(n_cols * n_out);
@@ -75,8 +93,8 @@ void product(const Kernels & kernels, const int64_t * numbers, std::FILE * in, s
         outputs.push_back(y.data() + c * n_out);
     }
     for (int64_t c = 0; c < n_cols; c += at_a_time) {
-        tern::matmul(kernels, tiles.data(), group, n_out, 0, n_tiles, layout, columns.data() + c,
-                     std::min(at_a_time, n_cols - c), outputs.data() + c);
+        tern::matmul(kernels, matrix, 0, n_tiles, layout, columns.data() + c, std::min(at_a_time, n_cols - c),
+                     outputs.data() + c);
     }
     write(out, quantized);
     write(out, y);
