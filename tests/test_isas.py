@@ -121,6 +121,7 @@ def extreme_products(rng: np.random.Generator) -> list[Product]:
         product.x[3] *= np.float32(1e30)
         product.x[4] *= np.float32(1e-30)
         product.x[5, 128:256] = 0
+        product.x[6, :128] *= np.float32(1e-42) / np.abs(product.x[6, :128]).max()
         found.append(product)
     return found
 
@@ -231,13 +232,18 @@ def test_extremes(rng: np.random.Generator, driver: Driver) -> None:
     check_all(driver, extreme_products(rng), lambda product, y: assert_close(y, product.expected()))
 
 
-def test_nan_spoils_its_column_alone(rng: np.random.Generator, driver: Driver) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_spoils_its_column_alone(
+    rng: np.random.Generator, driver: Driver, value: float
+) -> None:
     product = random_product(rng, 128, 384, 19, 14)
-    product.x[7, 200] = np.nan
+    product.x[7, 200] = value
 
     def check(product: Product, y: F32) -> None:
         assert np.isnan(y[7]).all()
-        others = Product(product.group, product.codes, product.scales, np.nan_to_num(product.x))
+        others = Product(
+            product.group, product.codes, product.scales, np.nan_to_num(product.x, posinf=0, neginf=0)
+        )
         assert_close(np.delete(y, 7, axis=0), np.delete(others.expected(), 7, axis=0))
 
     check_all(driver, [product], check)

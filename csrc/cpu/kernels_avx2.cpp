@@ -50,16 +50,19 @@ void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin,
         }
         const float d = bit_cast<float>(max_lane(largest)) / 127.0f;
         scales[g] = d;
-        // d = 0: all of the group is 0, or below what an fp32 scale can tell apart. d = NaN spoils the result, as it should.
-        const __m256 divisor = _mm256_set1_ps(d > 0 ? d : 1.0f);
-        const __m256i keep = _mm256_set1_epi32(d > 0 ? -1 : 0);
+        // d = 0: all of the group is 0, or below what an fp32 scale can tell apart. d = Inf or NaN spoils the result, as it
+        // should. A subnormal d is so coarse that quotients go beyond 127.
+        const bool usable = d > 0 && std::isfinite(d);
+        const __m256 divisor = _mm256_set1_ps(usable ? d : 1.0f);
+        const __m256i limit = _mm256_set1_epi32(usable ? 127 : 0);
+        const __m256i lower_limit = _mm256_set1_epi32(usable ? -127 : 0);
         for (int64_t half = begin; half < end; half += ACTIVATION_SUM_GROUP) {
             __m256i sum = _mm256_setzero_si256();
             for (int64_t i = half; i < half + ACTIVATION_SUM_GROUP; i += 32) {
                 __m256i v[4];
                 for (int k = 0; k < 4; k++) {
                     v[k] = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(x + i + 8 * k), divisor));
-                    v[k] = _mm256_and_si256(v[k], keep);
+                    v[k] = _mm256_max_epi32(_mm256_min_epi32(v[k], limit), lower_limit);
                     sum = _mm256_add_epi32(sum, v[k]);
                 }
                 const __m256i packed =
