@@ -17,6 +17,7 @@ import pytest
 
 from ggml_tern import _core
 from isa import tools
+from reference import attention as attention_ref
 from reference import formats as ref
 
 F32 = npt.NDArray[np.float32]
@@ -139,8 +140,13 @@ def simde(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     include = ["-I" + str(tools.HERE / "simde"), "-isystem", str(tools.simde_include()), "-Wno-psabi"]
     x86, arm = ["avx512", "avxvnni", "avx2"], ["neon", "i8mm"]
     # SIMDe's AVX-512 is made of AVX2 where there is that, in a fraction of the time.
-    sources = {tools.KERNELS / f"kernels_{name}.cpp": [*include, *AVX2_FLAGS] for name in x86}
+    sources = {
+        tools.KERNELS / f"{name}.cpp": [*include, *AVX2_FLAGS]
+        for name in (*(f"kernels_{isa}" for isa in x86), "attention_avx2", "attention_avx512")
+    }
     sources |= {tools.KERNELS / f"kernels_{name}.cpp": include for name in arm}
+    # SIMDe lacks what attention_neon.cpp wants of fp16; the emulator runs that.
+    sources[tools.KERNELS / "attention.cpp"] = ["-DTERN_AVX512"]
     sources |= tools.common_sources(["-DDRIVER_AVX2", "-DDRIVER_VNNI", "-DDRIVER_NEON"])
     # Unrolled and optimized, SIMDe's functions would take minutes to compile.
     program = tools.build(folder / "driver", tools.compiler(), sources, ["-O0"])
@@ -152,6 +158,8 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("arm")
     defines = ["-DDRIVER_NEON", "-DTERN_NEON", "-DTERN_I8MM"]
     sources = tools.common_sources(defines) | {
+        tools.KERNELS / "attention.cpp": defines,
+        tools.KERNELS / "attention_neon.cpp": ["-march=armv8.2-a+dotprod"],
         tools.KERNELS / "kernels_neon.cpp": ["-march=armv8.2-a+dotprod"],
         tools.KERNELS / "kernels_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
     }
@@ -167,7 +175,9 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("sanitized")
     isas: list[str] = [isa for isa in ("generic", "avx2") if isa in _core.available_isas()]
     sources = tools.common_sources(["-DDRIVER_AVX2"] if "avx2" in isas else [])
+    sources[tools.KERNELS / "attention.cpp"] = []
     if "avx2" in isas:
+        sources[tools.KERNELS / "attention_avx2.cpp"] = AVX2_FLAGS
         sources[tools.KERNELS / "kernels_avx2.cpp"] = AVX2_FLAGS
     flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     program = tools.build(folder / "driver", tools.compiler(), sources, flags)
@@ -262,3 +272,29 @@ def test_hadamard_and_squared_relu_have_the_same_bits(rng: np.random.Generator, 
     expected = driver.run("generic", jobs)
     for isa in driver.isas:
         assert driver.run(isa, jobs) == expected, isa
+
+
+def test_attention(rng: np.random.Generator, driver: Driver) -> None:
+    """Every type of K beside a random one of V, few rows and many, a mask, soft cap and ALiBi."""
+    jobs, expected = [], []
+    for type_k in attention_ref.TYPES:
+        type_v = int(rng.choice(attention_ref.TYPES))
+        for n_tokens, n_heads, n_kv_heads in ((1, 6, 3), (7, 4, 1)):
+            n_kv = int(rng.integers(1, int(700 * driver.scale)))
+            d_k, d_v = (32 * int(n) for n in rng.integers(1, 5, 2))
+            softcap, max_bias = float(rng.choice([0, 20])), float(rng.choice([0, 8]))
+            q = rng.standard_normal((n_tokens, n_heads, d_k)).astype(np.float32)
+            k = attention_ref.cache(rng, type_k, n_kv, n_kv_heads, d_k)
+            v = attention_ref.cache(rng, type_v, n_kv, n_kv_heads, d_v)
+            mask = attention_ref.random_mask(rng, n_tokens, n_kv)
+            numbers = [3, n_tokens, n_heads, n_kv_heads, n_kv, d_k, d_v, type_k, type_v]
+            options = np.array([softcap, max_bias], np.float32)
+            jobs.append(b"".join(a.tobytes() for a in (np.array(numbers, np.int64), options, q, k, v, mask)))
+            plain = attention_ref.decoded(type_k, k), attention_ref.decoded(type_v, v)
+            expected.append(attention_ref.reference(q, *plain, mask, softcap=softcap, max_bias=max_bias))
+    for isa in driver.isas:
+        found = np.frombuffer(driver.run(isa, jobs), np.float32)
+        for want in expected:
+            attention_ref.assert_matches(found[: want.size].reshape(want.shape), want)
+            found = found[want.size :]
+        assert found.size == 0

@@ -9,10 +9,15 @@
 //                                           columns at a time, dense?, int64
 //   1 hadamard  block, n_blocks, signs?, -  float [n_blocks][block]; signs [block] float [n_blocks][block]
 //   2 squared_relu_for_silu  n, -, -, -     float [n]                              float [n]
+//   3 attention  n_tokens, n_heads,         d_k, d_v, type_k, type_v, int64;       float [n_tokens][n_heads][d_v]
+//                n_kv_heads, n_kv           softcap, max_bias, float; q; k; v;
+//                                           mask fp16 [n_tokens][n_kv]
+#include "cpu/attention.h"
 #include "cpu/dense_tiles.h"
 #include "cpu/kernel_tables.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -116,6 +121,45 @@ void squared_relu(const Kernels & kernels, const int64_t * numbers, std::FILE * 
     write(out, values);
 }
 
+void attention(const Kernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
+    tern::Attention a{};
+    a.n_tokens = numbers[0];
+    a.n_heads = numbers[1];
+    a.n_kv_heads = numbers[2];
+    a.n_kv = numbers[3];
+    a.n_sequences = a.n_mask_heads = a.n_mask_sequences = 1;
+    const auto shape = read<int64_t>(in, 4);
+    a.d_k = shape[0];
+    a.d_v = shape[1];
+    a.type_k = static_cast<tern::KvType>(shape[2]);
+    a.type_v = static_cast<tern::KvType>(shape[3]);
+    const auto options = read<float>(in, 2);
+    a.softcap = options[0];
+    a.max_bias = options[1];
+    a.scale = 1 / std::sqrt(static_cast<float>(a.d_k));
+    const auto q = read<float>(in, a.n_tokens * a.n_heads * a.d_k);
+    const auto cache = [&](int64_t d, int64_t type, std::vector<uint8_t> & memory) {
+        const size_t bytes = d / tern::KV_BLOCK * tern::kv_block_bytes(static_cast<uint32_t>(type));
+        memory = read<uint8_t>(in, a.n_kv * a.n_kv_heads * bytes);
+        return tern::AttentionRows{memory.data(), a.n_kv_heads * bytes, bytes, 0};
+    };
+    std::vector<uint8_t> k, v;
+    a.k = cache(a.d_k, shape[2], k);
+    a.v = cache(a.d_v, shape[3], v);
+    const auto mask = read<uint16_t>(in, a.n_tokens * a.n_kv);
+    a.q = {reinterpret_cast<const uint8_t *>(q.data()), a.n_heads * a.d_k * sizeof(float), a.d_k * sizeof(float), 0};
+    a.mask = {reinterpret_cast<const uint8_t *>(mask.data()), a.n_kv * sizeof(uint16_t), 0, 0};
+    std::vector<float> y(a.n_tokens * a.n_heads * a.d_v);
+    a.out = y.data();
+    tern::AttentionWork work(a);
+    std::vector<float> scratch(work.n_scratch());
+    work.run(tern::attention_kernels(kernels.isa), 1, scratch.data());
+    if (work.is_split()) {
+        work.combine(0, 1, scratch.data());
+    }
+    write(out, y);
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
@@ -140,6 +184,7 @@ int main(int argc, char ** argv) {
         case 0: product(*kernels, numbers.data() + 1, in, out); break;
         case 1: hadamard(*kernels, numbers.data() + 1, in, out); break;
         case 2: squared_relu(*kernels, numbers.data() + 1, in, out); break;
+        case 3: attention(*kernels, numbers.data() + 1, in, out); break;
         default: fail("no such operation");
         }
     }

@@ -106,7 +106,10 @@ def common_sources(defines: list[str]) -> dict[Path, list[str]]:
     return {
         HERE / "driver.cpp": defines,
         KERNELS / "kernels.cpp": defines,
-        **{KERNELS / f"{name}.cpp": [] for name in ("dense_tiles", "kernels_generic", "tiles")},
+        **{
+            KERNELS / f"{name}.cpp": []
+            for name in ("attention_generic", "dense_tiles", "kernels_generic", "tiles")
+        },
         **{
             ROOT / "csrc" / "format" / f"{name}.cpp": []
             for name in ("gguf_header", "hadamard", "ternary_types")

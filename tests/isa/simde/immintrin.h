@@ -31,12 +31,34 @@ inline simde__m512 shim_mm512_cvtepi32_ps(simde__m512i v) {
     return simde_mm512_loadu_ps(to);
 }
 
+// 16 integers of a narrower type, the first bytes of `v`, each in 32 bits.
+template <typename From, typename Register> inline simde__m512i widen(Register v) {
+    From from[16];
+    int32_t to[16];
+    std::memcpy(from, &v, sizeof(from));
+    for (int i = 0; i < 16; i++) {
+        to[i] = from[i];
+    }
+    return simde_mm512_loadu_si512(to);
+}
+#define _mm512_cvtepi8_epi32 widen<int8_t>
+#define _mm512_cvtepu8_epi32 widen<uint8_t>
+#define _mm512_cvtepu16_epi32 widen<uint16_t>
+
 #define _mm512_cvtph_ps shim_mm512_cvtph_ps
 inline simde__m512 shim_mm512_cvtph_ps(simde__m256i v) {
     float to[16];
     simde_mm256_storeu_ps(to, simde_mm256_cvtph_ps(simde_mm256_extracti128_si256(v, 0)));
     simde_mm256_storeu_ps(to + 8, simde_mm256_cvtph_ps(simde_mm256_extracti128_si256(v, 1)));
     return simde_mm512_loadu_ps(to);
+}
+
+#undef _mm512_extractf32x8_ps
+#define _mm512_extractf32x8_ps shim_mm512_extractf32x8_ps
+inline simde__m256 shim_mm512_extractf32x8_ps(simde__m512 v, int half) {
+    float from[16];
+    simde_mm512_storeu_ps(from, v);
+    return simde_mm256_loadu_ps(from + 8 * half);
 }
 
 #define _mm512_mask_storeu_ps shim_mm512_mask_storeu_ps
