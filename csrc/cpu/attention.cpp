@@ -26,8 +26,10 @@ constexpr int64_t STEP = 8;
 
 constexpr size_t LINE = 64;  // of the cache, in bytes
 
-// With so many tiles there is work for all threads without splitting them.
+// With so many tiles there is work for all threads without splitting them. Nor are they split where what the pieces leave
+// behind would take more memory than this, in floats: the end of a prompt after a very long context, whose rows are many.
 constexpr int64_t ENOUGH_TILES = 64;
+constexpr int64_t MAX_SCRATCH = int64_t{8} << 20;
 
 // Several KV heads make a tile as long as each thread gets so many units.
 constexpr int64_t UNITS_PER_THREAD = 4;
@@ -350,7 +352,8 @@ AttentionWork::AttentionWork(const Attention & attention) : attention_(attention
     tiles_per_head_ = (rows_per_head + rows_per_tile_ - 1) / rows_per_tile_;
     n_pieces_ = (a.n_kv + ATTENTION_PIECE - 1) / ATTENTION_PIECE;
     const int64_t n_tiles = a.n_sequences * a.n_kv_heads * tiles_per_head_;
-    n_splits_ = n_tiles < ENOUGH_TILES ? std::max<int64_t>(n_pieces_, 1) : 1;
+    const bool is_short = n_tiles < ENOUGH_TILES && n_rows() * n_pieces_ * partial_size() <= MAX_SCRATCH;
+    n_splits_ = is_short ? std::max<int64_t>(n_pieces_, 1) : 1;
 }
 
 size_t AttentionWork::n_scratch() const {
