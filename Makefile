@@ -30,7 +30,7 @@ export REQUIREMENTS
 
 # What `build` installs beside the package; `test` and `lint` ask for more.
 EXTRAS := python
-test lint format: EXTRAS := python dev
+test lint format: EXTRAS := python dev docs
 
 .PHONY: help
 help:  ## List these targets
@@ -62,6 +62,11 @@ format: build  ## Put all files into the style that lint checks
 	@$(PY) -m ruff check --fix --exit-zero
 	@$(PY) -m ruff format
 	@.venv/bin/clang-format -i $(CXX_FILES)
+
+.PHONY: docs
+docs: EXTRAS := python dev docs
+docs: build  ## Build the site of docs/ into build/site
+	@$(PY) -m mkdocs build --strict
 
 # An editable install: Python files are used where they lie; after a change in csrc/ this compiles what changed.
 .PHONY: build

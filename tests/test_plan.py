@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -11,10 +12,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from ggml_tern.cli import cli
@@ -22,14 +25,18 @@ from ggml_tern.errors import TernError
 from ggml_tern.runtime import host
 from ggml_tern.runtime.plan import (
     KV_TYPES,
+    attention_scratch,
+    decode_bytes,
     largest_context,
     plan,
     read_model,
     tiled_bytes,
     trade_offs,
 )
+from reference import ROOT, tool
 from reference import gguf_files as files
 
+PRESETS = ROOT / "models" / "presets"
 TERN = str(Path(sys.executable).parent / "tern")
 MIB = 1 << 20
 
@@ -46,6 +53,7 @@ class Header:
     keys: dict[str, Any]
     tensors: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     n_vocab: int = 300
+    n_merges: int = 1
 
     def add(self, type_id: int, **shapes: tuple[int, ...]) -> None:
         """Weights; in a name, __ stands for a dot."""
@@ -56,9 +64,10 @@ class Header:
     def write(self, path: Path, **changes: Any) -> Path:
         """Changes to the architecture's keys; None takes one out."""
         keys = {key: value for key, value in (self.keys | changes).items() if value is not None}
-        metadata = {"general.architecture": self.architecture, "general.name": "made by hand"}
+        metadata: dict[str, Any] = {"general.architecture": self.architecture, "general.name": "made by hand"}
         metadata |= {f"{self.architecture}.{key}": value for key, value in keys.items()}
         metadata |= tokenizer(self.n_vocab)
+        metadata["tokenizer.ggml.merges"] = ["a b"] * self.n_merges
         table, offset = b"", 0
         for name, (type_id, shape) in self.tensors.items():
             block, nbytes = BLOCKS[type_id]
@@ -82,7 +91,6 @@ def tokenizer(n_vocab: int) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.bos_token_id": 256,
         "tokenizer.ggml.eos_token_id": 256,
     }
@@ -367,30 +375,33 @@ def test_heads_that_do_not_divide_into_blocks(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def buffers_of_llama_server(model: Path, *arguments: str) -> dict[str, float]:
-    """MiB of every kind of buffer in the log of a stock llama-server with the plug-in."""
+def buffers_of_llama_server(
+    model: Path, *arguments: str, layout: str = "fast"
+) -> dict[str, dict[str, float]]:
+    """MiB of every kind of buffer, by what holds it, in the log of a stock llama-server with the plug-in."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [str(host.llama_cpp_dir() / "llama-server"), "-m", str(model), "--port", port]
     process = subprocess.Popen(
         [*command, "--verbose", "--no-warmup", "--fit", "off", "--threads", "1", *arguments],
-        env=host.host_environment(stock=False),
+        env=host.host_environment(stock=False) | {"TERN_LAYOUT": layout},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
     assert process.stdout is not None
-    found: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {}
     log = []
     with process.stdout as lines:
         for line in lines:
             log.append(line)
             match = re.search(r": +(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB", line)
             if match is not None:
-                kind = "tiles" if match[1] == "TERN_TILES" else match[2]
-                found[kind] = found.get(kind, 0) + float(match[3])
+                kind = "tiles" if match[1] in ("TERN_TILES", "TERN_DENSE_TILES") else match[2]
+                holders = found.setdefault(kind, {})
+                holders[match[1]] = holders.get(match[1], 0) + float(match[3])
             if "listening on" in line:
                 process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL, "".join(log[-20:])
@@ -420,14 +431,198 @@ def test_llama_server_allocates_what_is_planned(
     path = header.write(tmp_path / "m.gguf")
     model = read_model(path)
     planned = plan(model, context, kv_type, parallel)
-    found = buffers_of_llama_server(path, *arguments)
+    buffers = buffers_of_llama_server(path, *arguments)
+    found = {kind: sum(holders.values()) for kind, holders in buffers.items()}
     # llama.cpp says them in hundredths of a MiB.
     assert found["tiles"] == pytest.approx(planned.tiles / MIB, abs=0.006)
     assert found["KV"] == pytest.approx((planned.kv_cache + planned.window_cache) / MIB, abs=0.011)
     assert found.get("RS", 0) == pytest.approx(planned.state / MIB, abs=0.006)
-    # The estimate, without the plug-in's own part of it.
-    estimate = planned.compute / MIB - 512 * model.quantized / MIB
+    # The estimate, without the plug-in's own parts of it.
+    cells = planned.context // (parallel or 1)
+    own = 512 * model.quantized + attention_scratch(model, cells)
+    estimate = (planned.compute - own) / MIB
     assert found["compute"] + found["output"] == pytest.approx(estimate, rel=0.2)
+
+
+def test_dense_tiles(tmp_path: Path) -> None:
+    """Of base-3 types alone: 104 words of 16 bits for 128 inputs of 8 rows, and scales."""
+    header = decoder_header("qwen3")
+    header.add(PQ2_0, output=(300, 256))
+    path = header.write(tmp_path / "m.gguf")
+    model = read_model(path)
+    planned = plan(model, 1024, parallel=1, dense=True)
+    assert model.can_be_dense and planned.dense
+    pq2_0 = 38 * (8 * 256 // 4 + 2 * 8 * 2 + 32) + 64
+    per_256, per_1024 = 2 * (208 + 16), 8 * (208 + 16)
+    rows_of_256 = 2 * 256 + 2 * 128 + 2 * 1024
+    layer = rows_of_256 // 8 * per_256 + 256 // 8 * per_1024 + 7 * 64
+    assert planned.tiles == pq2_0 + 38 * per_256 + 64 + 2 * layer
+    # The embedding is only looked up, since there is a head.
+    read = decode_bytes(model, 0) - decode_bytes(model, 0, dense=True)
+    assert read == model.tiles - model.embedding.tiles - (planned.tiles - model.embedding.dense) > 0
+    found = buffers_of_llama_server(path, "-c", "1024", "-np", "1", layout="dense")
+    assert found["tiles"] == {"TERN_DENSE_TILES": pytest.approx(planned.tiles / MIB, abs=0.006)}
+
+    plain = read_model(small_hybrid().write(tmp_path / "pq2_0.gguf"))
+    assert not plain.can_be_dense and plan(plain, 256, dense=True) == plan(plain, 256)
+
+
+@pytest.mark.parametrize(
+    ("header", "n_gpu_layers", "kv_type"),
+    [
+        (decoder_header("qwen3", 4), 2, "f16"),
+        (decoder_header("qwen3", 4), 2, "q8_0"),
+        (decoder_header("gemma3", 7, **{"attention.sliding_window": 128}), 3, "q8_0"),
+        (small_hybrid(), 2, "f16"),
+        (small_hybrid(), 0, "f16"),
+    ],
+    ids=["qwen3", "qwen3 q8_0", "gemma3", "qwen35", "qwen35 on the host"],
+)
+def test_what_each_device_holds(tmp_path: Path, header: Header, n_gpu_layers: int, kv_type: str) -> None:
+    path = header.write(tmp_path / "m.gguf")
+    planned = plan(read_model(path), 4096, kv_type, 1, n_gpu_layers)
+    options = ("-c", "4096", "-np", "1", "-ctk", kv_type, "-ctv", kv_type, "-ngl", str(n_gpu_layers))
+    found = buffers_of_llama_server(path, *options)
+    on_host = planned.on_host
+    cache = on_host["kv_cache"] + on_host["window_cache"]
+    all_caches = planned.kv_cache + planned.window_cache
+    assert found["KV"].get("CPU", 0) == pytest.approx(cache / MIB, abs=0.011)
+    assert found["KV"].get("TERN", 0) == pytest.approx((all_caches - cache) / MIB, abs=0.011)
+    state = found.get("RS", {})
+    assert state.get("CPU", 0) == pytest.approx(on_host["state"] / MIB, abs=0.006)
+    assert state.get("TERN", 0) == pytest.approx((planned.state - on_host["state"]) / MIB, abs=0.006)
+    # Estimates.
+    inputs = found["compute"]["CPU"] + found["output"]["CPU"]
+    assert inputs == pytest.approx(on_host["compute"] / MIB, rel=0.25)
+    model = read_model(path)
+    is_fused = kv_type != "f16" or not on_host["kv_cache"]
+    own = attention_scratch(model, 4096) if is_fused else 2 * 512 * model.heads * 4096
+    activations = (planned.compute - on_host["compute"] - 512 * model.quantized - own) / MIB
+    assert found["compute"]["TERN"] == pytest.approx(activations, rel=0.25)
+
+
+def test_layers_on_the_host(tmp_path: Path) -> None:
+    """The last layers are the device's, then what is behind them; an embedding that is looked up never is."""
+    model = read_model(small_hybrid().write(tmp_path / "m.gguf"))
+    parts = ("tiles", "mapped", "kv_cache", "window_cache", "state", "compute", "process")
+    everywhere = plan(model, 4096, "f16", 1)
+    assert everywhere.on_host["tiles"] == model.embedding.tiles > 0
+    assert everywhere.on_host["kv_cache"] == everywhere.on_host["state"] == everywhere.on_host["mapped"] == 0
+    assert plan(model, 4096, "f16", 1, 99) == everywhere == plan(model, 4096, "f16", 1, 5)
+    nowhere = plan(model, 4096, "f16", 1, 0)
+    assert all(nowhere.on_host[part] == getattr(nowhere, part) for part in parts if part != "compute")
+    # One counts as what is behind the layers; two, with the one attention layer, which is the last.
+    assert plan(model, 4096, "f16", 1, 1).on_host["tiles"] == model.tiles - model.weights[-1].tiles
+    two = plan(model, 4096, "f16", 1, 2)
+    assert two.on_host["kv_cache"] == 0 and two.on_host["state"] == two.state > 0
+    three = plan(model, 4096, "f16", 1, 3)
+    assert three.on_host["state"] == three.state * 2 // 3
+    tied = read_model(decoder_header("qwen3").write(tmp_path / "tied.gguf"))
+    assert plan(tied, 256, n_gpu_layers=1).on_host["tiles"] == sum(w.tiles for w in tied.weights[:2])
+    assert (tied.embedding.tiles, tied.embedding.mapped) == (0, 0)
+
+
+def check_plan() -> ModuleType:
+    for name in ("make_synthetic", "benchmarking"):
+        tool(name)
+    return tool("check_plan")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"context": 1024}, {"context": 4096, "kv_type": "q8_0", "parallel": 4}],
+    ids=["1024", "4096 in 4 parts, q8_0"],
+)
+def test_the_process_takes_what_is_planned(tmp_path: Path, way: dict[str, Any]) -> None:
+    """The anonymous memory of a llama-server whose context is full."""
+    check = check_plan()
+    made = decoder_header("llama", 8, n_vocab=300).write(tmp_path / "m.gguf")
+    for path in (*check.TINY, made):
+        found = check.run(path, check.Way(**way))
+        assert found.is_good, found
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Presets
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_27b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside copies of the presets, under the name that they give. No tokenizer has more merges than tokens;
+    all that count is how many there are."""
+    folder = tmp_path_factory.mktemp("27b")
+    header = released_27b(PTQ1_0)
+    header.n_merges = header.n_vocab
+    for path in PRESETS.glob("*.yaml"):
+        shutil.copy(path, folder)
+    return header.write(folder / "Ternary-Bonsai-2-27B.gguf")
+
+
+def test_presets_are_those_that_plan_computes() -> None:
+    for name in ("make_synthetic", "benchmarking"):
+        tool(name)
+    made = [preset for preset in tool("make_presets").presets().values() if preset is not None]
+    assert {path.name: path.read_text() for path in PRESETS.iterdir()} == {
+        preset.name: preset.text() for preset in made
+    }
+
+
+def test_presets_fit_and_use_their_memory(whole_27b: Path) -> None:
+    model = read_model(whole_27b)
+    for gigabytes in (8, 12, 16, 24):
+        config = yaml.safe_load((PRESETS / f"ternary-27b-{gigabytes}gb.yaml").read_text())
+        assert config["memory"]["budget"] == f"{gigabytes}GB"
+        kv_type = {16: "f16", 8: "q8_0", 5: "q5_0", 4: "q4_0"}[config["model"]["kv_cache_bits"]]
+        parallel = config.get("runtime", {}).get("max_batch_size")
+        context = config["model"]["max_context"]
+        assert plan(model, context, kv_type, parallel).total <= 0.98 * gigabytes * 10**9
+        assert plan(model, context + 256, kv_type, parallel).total > 0.979 * gigabytes * 10**9
+
+
+@pytest.mark.parametrize("gigabytes", [8, 24])
+def test_presets_are_served(whole_27b: Path, gigabytes: int) -> None:
+    preset = whole_27b.parent / f"ternary-27b-{gigabytes}gb.yaml"
+    result = subprocess.run(
+        [TERN, "serve", "--config", str(preset), "--dry-run"], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"of {gigabytes * 1000:,}.0" in result.stdout + result.stderr
+
+
+def test_smaller_memories_do_not_hold_the_27b(whole_27b: Path) -> None:
+    """Not one conversation at the fewest bits, in either layout."""
+    model = read_model(whole_27b)
+    for gigabytes in (4, 6):
+        for dense in (False, True):
+            largest = trade_offs(model, gigabytes * 10**9, 1, dense=dense)
+            assert set(largest["parallel_1"].values()) == {0}
+        assert not (PRESETS / f"ternary-27b-{gigabytes}gb.yaml").exists()
+    assert plan(model, 256, "q4_0", 1).total == pytest.approx(7.554e9, rel=2e-3)
+    assert plan(model, 256, "q4_0", 1, dense=True).total == pytest.approx(6.295e9, rel=2e-3)
+
+
+def test_the_dense_layout_is_taken_where_the_fast_one_does_not_fit(tmp_path: Path) -> None:
+    path = decoder_header("qwen3", 24).write(tmp_path / "m.gguf")
+    model = read_model(path)
+    fast, dense = (plan(model, 1024, parallel=1, dense=dense).total for dense in (False, True))
+    between, little = f"{(fast + dense) / 2e6:.3f}MB", f"{dense / 1e6 - 0.01:.3f}MB"
+
+    def found(*arguments: str) -> tuple[bool, bool]:
+        options = ["--parallel", "1", "--context", "1024", "--json", *arguments]
+        result = CliRunner().invoke(cli, ["plan", str(path), *options])
+        plan_of = json.loads(result.output)
+        assert result.exit_code == (0 if plan_of["fits"] else 1)
+        return plan_of["dense"], plan_of["fits"]
+
+    assert found("--memory", f"{fast / 1e6 + 0.01:.3f}MB") == (False, True)
+    assert found("--memory", between) == found("--memory", between, "--layout", "dense") == (True, True)
+    assert found("--memory", between, "--layout", "fast") == (False, False)
+    assert found("--memory", little) == (True, False)
+    table = CliRunner().invoke(
+        cli, ["plan", str(path), "--memory", between, "--parallel", "1", "--context", "1024"]
+    )
+    assert "dense tiles" in table.output and "TERN_LAYOUT=dense" in " ".join(table.output.split())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -443,6 +638,7 @@ def test_table(tmp_path: Path) -> None:
     path = released_27b(PTQ1_0).write(tmp_path / "27b.gguf")
     result = tern_plan(path, "--context", "8192", "--parallel", "1")
     assert result.returncode == 0 and result.stderr == ""
+    assert "TERN0" not in result.stdout
     words = " ".join(result.stdout.split())
     assert "27b.gguf: qwen35, made by hand 8,192 tokens of context in equal parts for 1 conversation" in words
     assert "ternary weights 7,137.3" in words
@@ -450,6 +646,47 @@ def test_table(tmp_path: Path) -> None:
     assert "recurrent state 156.9 48 layers: 156.9 MB a conversation" in words
     assert "checkpoints of 156.9 MB" in words
     assert "window KV cache" not in words and "largest" not in words
+
+
+def test_table_by_device(tmp_path: Path) -> None:
+    path = released_27b(PTQ1_0).write(tmp_path / "27b.gguf")
+    result = tern_plan(path, "--context", "8192", "--parallel", "1", "-ngl", "20")
+    assert result.returncode == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert re.fullmatch(r" +MB +TERN0 +host CPU *", lines[3])
+    planned = plan(read_model(path), 8192, "f16", 1, 20)
+    host = sum(planned.on_host.values())
+    (total,) = (line.split() for line in lines if line.startswith("total"))
+    assert total[1:] == [f"{size / 1e6:,.1f}" for size in (planned.total, planned.total - host, host)]
+    (cache,) = (line.split() for line in lines if line.startswith("KV cache"))
+    # 19 of 64 layers, 5 of them with a cache; what is behind the layers counts as one.
+    assert cache[2:5] == ["536.9", "167.8", "369.1"]
+
+
+def test_bars_are_as_long_as_their_contexts(tmp_path: Path) -> None:
+    path = small_hybrid().write(tmp_path / "m.gguf")
+    memory = plan(read_model(path), 65536).total
+    result = tern_plan(path, "--memory", f"{memory / 1e6:.2f}MB", "--parallel", "1")
+    bars = re.findall(r"--kv \S+ +([\d.]+) +([\d,]+) +(\S+) *$", result.stdout, re.MULTILINE)
+    assert [bits for bits, _, _ in bars] == ["16", "8.5", "5.5", "4.5"]
+    contexts = [int(context.replace(",", "")) for _, context, _ in bars]
+    assert contexts == sorted(contexts) and len(set(contexts)) == 4
+    for context, (_, _, bar) in zip(contexts, bars, strict=True):
+        assert len(bar) == pytest.approx(36 * context / contexts[-1], abs=1)
+
+
+def test_picture(tmp_path: Path) -> None:
+    path = small_hybrid().write(tmp_path / "m.gguf")
+    picture = tmp_path / "plan.png"
+    for memory in ([], ["--memory", "200MB"]):
+        result = tern_plan(path, "--png", picture, "--json", *memory)
+        assert (result.returncode, result.stderr) == (0, f"drawn into {picture}\n")
+        json.loads(result.stdout)
+        assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        picture.unlink()
+    result = tern_plan(path, "--png", tmp_path / "nowhere" / "plan.png")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "nowhere does not exist; create it first" in result.stderr
 
 
 def test_memory_decides_the_exit_code(tmp_path: Path) -> None:
@@ -464,7 +701,10 @@ def test_memory_decides_the_exit_code(tmp_path: Path) -> None:
     largest = tern_plan(path, "--memory", enough)
     assert largest.returncode == 0 and "\n4,096 tokens of context" in largest.stdout
     nothing = tern_plan(path, "--memory", "1MB")
-    assert nothing.returncode == 1 and re.search(r"--parallel 1( +none){4}", nothing.stdout)
+    bars = re.findall(r"--kv (\S+) +([\d.]+) +none +$", nothing.stdout, re.MULTILINE)
+    assert nothing.returncode == 1 and bars == 2 * [
+        *(("f16", "16"), ("q8_0", "8.5"), ("q5_0", "5.5"), ("q4_0", "4.5"))
+    ]
 
 
 def test_json(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ into GGUF files."""
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ggml_tern.commands import bench, plan
 from ggml_tern.errors import TernError
 from ggml_tern.lora_option import LORA
 from ggml_tern.progress import byte_progress
@@ -35,16 +35,6 @@ Examples
   tern verify ./Ternary-Model model.gguf
   tern verify model-pq2_0.gguf model-ptq1_0.gguf
       Two files of one model: exact if their weights are equal.
-"""
-
-PLAN_EPILOG = """
-\b
-Examples
-  tern plan model.gguf
-      At the context that the model was trained for, as llama-server starts it.
-  tern plan model.gguf --memory 8GB --kv q8_0
-      With the largest context that fits.
-  tern plan model.gguf --memory 8GB --context 32768 --parallel 1 || echo "too large"
 """
 
 REPACK_EPILOG = """
@@ -149,66 +139,6 @@ def inspect_file(file: Path, stats: bool, json_output: bool) -> None:
         click.echo(json.dumps(found, indent=2))
     else:
         print_description(found, Console())
-
-
-class MemorySize(click.ParamType[int]):
-    """An amount of memory like 6GB, 512MB (powers of 1000) or 6GiB, 512MiB (powers of 1024), in bytes."""
-
-    name = "size"
-    _UNITS: ClassVar = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", str(value), re.IGNORECASE)
-        if match is None:
-            self.fail(f"{value!r} is no amount of memory; give one like 6GB, 5.5GiB or 800MB", param, ctx)
-        return int(float(match[1]) * self._UNITS[match[2].upper()])
-
-
-@cli.command("plan", epilog=PLAN_EPILOG)
-@click.argument("file", metavar="MODEL.gguf", type=click.Path(path_type=Path))
-@click.option(
-    "--context",
-    type=click.IntRange(1),
-    help="Tokens in the KV cache, of all conversations together.  [default: the most that fit into "
-    "--memory, or those that the model was trained for]",
-)
-@click.option(
-    "--kv",
-    "kv_type",
-    # The names of plan.KV_TYPES, which would cost an import here.
-    type=click.Choice(["f16", "q8_0", "q5_0", "q4_0"]),
-    default="f16",
-    show_default=True,
-    help="Type of the KV cache, as -ctk and -ctv of llama.cpp.",
-)
-@click.option("--memory", type=MemorySize(), help="What there is, like 6GB or 5.5GiB: does it fit?")
-@click.option(
-    "--parallel",
-    type=click.IntRange(1, 256),
-    help="Conversations at a time, each with its share of the context.  [default: as llama-server, 4 that "
-    "share all of it]",
-)
-@click.option("--json", "json_output", is_flag=True, help="Print the plan as JSON, in bytes.")
-def plan_memory(
-    file: Path, context: int | None, kv_type: str, memory: int | None, parallel: int | None, json_output: bool
-) -> None:
-    """Tell how much memory a model takes, and whether it fits.
-
-    Reads the header alone. The figures are those of the stock llama-server with the plug-in on a CPU; compute
-    buffers and the process itself are estimates. With --memory, the exit code is 1 if the model does not fit.
-    """
-    from ggml_tern.runtime import plan as planning
-
-    model = planning.read_model(file)
-    if context is None and memory is not None:
-        # Where nothing fits, the table shows what is too much about the least that could be.
-        context = planning.largest_context(model, memory, kv_type, parallel) or planning.CACHE_STEP
-    planned = planning.plan(model, context or model.context, kv_type, parallel)
-    if json_output:
-        click.echo(json.dumps(planning.as_json(model, planned, memory, parallel), indent=2))
-    else:
-        planning.print_plan(model, planned, memory, parallel, Console())
-    sys.exit(1 if memory is not None and planned.total > memory else 0)
 
 
 @cli.command(epilog=REPACK_EPILOG)
@@ -342,6 +272,10 @@ def hash_file(file: Path, check: IO[str] | None, json_output: bool) -> None:
         click.echo(json.dumps(report, indent=2))
     else:
         click.echo(digest.as_list(hashes), nl=False)
+
+
+cli.add_command(bench.command)
+cli.add_command(plan.command)
 
 
 def main() -> None:

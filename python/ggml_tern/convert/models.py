@@ -10,7 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from ggml_tern import _core
 from ggml_tern.convert.architectures import Role, TensorSpec, find_architecture

@@ -1,0 +1,21 @@
+"""An option that takes an amount of memory."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import click
+
+
+class MemorySize(click.ParamType[int]):
+    """An amount of memory like 6GB, 512MB (powers of 1000) or 6GiB, 512MiB (powers of 1024), in bytes."""
+
+    name = "size"
+    _UNITS: ClassVar = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", str(value), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is no amount of memory; give one like 6GB, 5.5GiB or 800MB", param, ctx)
+        return int(float(match[1]) * self._UNITS[match[2].upper()])

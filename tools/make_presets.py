@@ -1,0 +1,118 @@
+"""Write the presets for the released 27B in several sizes of memory, models/presets/*.yaml for `tern serve`.
+
+    python tools/make_presets.py
+
+Every figure in them is computed by `tern plan` from a header with the keys, names, shapes and types of the
+released file (tools/make_synthetic.py) and the size of its vocabulary. The KV cache has the most bits that
+leave room for 4096 tokens; four conversations share it where that leaves room for 32768 tokens, or else there
+is one alone. The context is the largest then. Where nothing fits there is no preset, and what is left over
+from an earlier run is removed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from ggml_tern.runtime import plan as planning
+from make_synthetic import with_layers, write_header_only
+
+FOLDER = Path(__file__).resolve().parents[1] / "models" / "presets"
+
+GIGABYTES = (4, 6, 8, 12, 16, 24)
+#: Of the budget, what stays free: a plan of a 27B may be off by as much (docs/plan.md).
+RESERVE = 0.02
+#: Tokens that are worth fewer bits, and that are worth one conversation alone.
+LEAST_CONTEXT, LEAST_TO_SHARE = 4096, 32768
+
+MODEL, ROTATION_BLOCK = "qwen35-27b", 1024
+#: The vocabulary of the released file. No tokenizer has more merges than tokens.
+N_VOCAB = 248320
+
+TEMPLATE = """\
+# The released 27B (Ternary-Bonsai-2-27B, PTQ1_0 or PQ2_0) in {gigabytes} GB of memory:
+#
+#     tern serve --config {name}           # the model beside this file
+#     tern serve MODEL.gguf --config {name}
+#
+# Planned: {planned} MB of {budget}. Computed by tools/make_presets.py.
+model:
+  path: Ternary-Bonsai-2-27B.gguf
+  max_context: {context}
+  kv_cache_bits: {bits}
+{runtime}memory:
+  budget: {gigabytes}GB
+"""
+ALONE = """runtime:
+  max_batch_size: 1
+"""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """parallel: None for four conversations that share the context."""
+
+    gigabytes: int
+    kv_type: str
+    parallel: int | None
+    planned: planning.Plan
+
+    @property
+    def name(self) -> str:
+        return f"ternary-27b-{self.gigabytes}gb.yaml"
+
+    def text(self) -> str:
+        return TEMPLATE.format(
+            name=self.name,
+            gigabytes=self.gigabytes,
+            planned=planning.megabytes(self.planned.total),
+            budget=planning.megabytes(self.gigabytes * 10**9),
+            context=self.planned.context,
+            bits=int(planning.kv_bits(self.kv_type)),
+            runtime="" if self.parallel is None else ALONE,
+        )
+
+
+def released_27b() -> planning.Model:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "27b.gguf"
+        shape = with_layers(MODEL, None)
+        model = planning.read_model(write_header_only(path, "ptq1_0", shape, 0, ROTATION_BLOCK))
+    return replace(model, n_vocab=N_VOCAB, n_merges=N_VOCAB)
+
+
+def preset(model: planning.Model, gigabytes: int) -> Preset | None:
+    """None where not even one conversation of LEAST_CONTEXT tokens fits."""
+    memory = int(gigabytes * 10**9 * (1 - RESERVE))
+    for parallel, least in ((None, LEAST_TO_SHARE), (1, LEAST_CONTEXT)):
+        for kv_type in planning.KV_TYPES:
+            context = planning.largest_context(model, memory, kv_type, parallel)
+            if context >= least:
+                return Preset(gigabytes, kv_type, parallel, planning.plan(model, context, kv_type, parallel))
+    return None
+
+
+def presets(sizes: Sequence[int] = GIGABYTES) -> dict[int, Preset | None]:
+    model = released_27b()
+    return {gigabytes: preset(model, gigabytes) for gigabytes in sizes}
+
+
+@click.command(help=__doc__.split("\n")[0])
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path in FOLDER.glob("ternary-27b-*.yaml"):
+        path.unlink()
+    for gigabytes, found in presets().items():
+        if found is None:
+            click.echo(f"{gigabytes} GB: does not hold it")
+            continue
+        (FOLDER / found.name).write_text(found.text(), encoding="utf-8")
+        click.echo(f"{found.name}: {found.planned.context:,} tokens in {found.kv_type}")
+
+
+if __name__ == "__main__":
+    main()
