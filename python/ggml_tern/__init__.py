@@ -1,13 +1,31 @@
 """Ternary language models on unmodified llama.cpp.
 
-``enable()`` loads the plug-in into the llama.cpp that llama-cpp-python uses in this process. The command
-``tern`` does the same for any other llama.cpp program, and ``ternconv`` makes the GGUF files.
+``Llama`` is llama-cpp-python's class of that name, on the plug-in. ``enable()`` loads the plug-in for code
+that uses ``llama_cpp`` itself, and ``python -m ggml_tern SCRIPT`` for programs that are left as they are. The
+command ``tern`` does the same for any other llama.cpp program, and ``ternconv`` makes the GGUF files.
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from ggml_tern.errors import TernError
 from ggml_tern.runtime.host import enable
 
+if TYPE_CHECKING:
+    from ggml_tern.llama import Llama as Llama
+
 __version__ = version("ggml-tern")
+# Llama is not among them: it needs llama-cpp-python, which everything else does without.
 __all__ = ["TernError", "__version__", "enable"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Llama":
+        from ggml_tern.llama import Llama
+
+        return Llama
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "Llama"])

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ggml_tern.commands import bench, plan, serve
+from ggml_tern.commands import bench, chat, plan, serve
 from ggml_tern.errors import TernError
 from ggml_tern.lora_option import LORA
 from ggml_tern.progress import byte_progress
@@ -275,6 +275,7 @@ def hash_file(file: Path, check: IO[str] | None, json_output: bool) -> None:
 
 
 cli.add_command(bench.command)
+cli.add_command(chat.command)
 cli.add_command(plan.command)
 cli.add_command(serve.command)
 
