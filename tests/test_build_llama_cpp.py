@@ -8,6 +8,8 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,24 @@ foreach(tool llama-server llama-cli llama-completion llama-bench llama-perplexit
 endforeach()
 """
 
+# A web page without dependencies: npm has nothing to fetch.
+PACKAGE = """{
+  "name": "page",
+  "version": "1.0.0",
+  "scripts": {"build": "npm run part && node make.js", "part": "node --version"}
+}
+"""
+PACKAGE_LOCK = """{
+  "name": "page",
+  "version": "1.0.0",
+  "lockfileVersion": 3,
+  "packages": {"": {"name": "page", "version": "1.0.0"}}
+}
+"""
+MAKE_PAGE = """
+require("fs").writeFileSync(process.env.LLAMA_UI_OUT_DIR + "/index.html", process.version);
+"""
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -64,6 +84,11 @@ def run(cache: Path, tmp_path: Path) -> Run:
         "vendor/llama.cpp/program.c": PROGRAM,
         "vendor/llama.cpp/LICENSE": "free",
         "vendor/llama.cpp/licenses/LICENSE-other": "free too",
+        "vendor/llama.cpp/tools/ui/package.json": PACKAGE,
+        "vendor/llama.cpp/tools/ui/package-lock.json": PACKAGE_LOCK,
+        "vendor/llama.cpp/tools/ui/make.js": MAKE_PAGE,
+        # There already, as far as most tests are concerned.
+        "vendor/llama.cpp/tools/ui/dist/index.html": "a page",
     }
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
         for name, text in files.items():
@@ -124,6 +149,52 @@ def test_builds_anew_for_another_cpu(run: Run, cache: Path) -> None:
     result = run("build", "--json")
     assert "another CPU; building anew" in result.stderr
     assert json.loads(result.stdout)["built"] is True
+
+
+def remove_page(run: Run, cache: Path) -> Path:
+    """The root of a source without the built web page."""
+    assert run("fetch").returncode == 0
+    root: Path = cache / "llama.cpp" / script.VERSION
+    shutil.rmtree(root / "source" / "tools" / "ui" / "dist")
+    return root
+
+
+def test_a_web_page_that_cannot_be_built_is_left_out_and_can_come_later(run: Run, cache: Path) -> None:
+    root = remove_page(run, cache)
+    no_network = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    result = run("build", **no_network)
+    assert result.returncode == 0, result.stderr
+    assert "going on without llama-server's web page" in result.stderr
+    assert "build --web-page" in result.stderr
+    status = json.loads(run("status", "--json").stdout)
+    assert (status["built"], status["web_page"]) == (True, False)
+    # It is not tried again and again.
+    assert run("build", **no_network).stderr == ""
+    result = run("build", "--web-page", **no_network)
+    assert result.returncode == 1
+    assert str(root / "web-page.log") in result.stderr
+
+    compiled = {name: time for name, time in files_of(root / "build").items() if name.endswith(".o")}
+    result = run("build", "--web-page", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["web_page"] is True
+    # npm and what it started were those of the pinned Node.js.
+    pinned = re.search(r"binaries==(\S+)", script.NODE)
+    assert pinned is not None
+    assert (root / "source" / "tools" / "ui" / "dist" / "index.html").read_text() == f"v{pinned[1]}"
+    assert "building anew" not in result.stderr
+    assert compiled.items() <= files_of(root / "build").items()
+    assert not (root / "web-page").exists()
+
+
+def test_a_web_page_that_npm_cannot_build_is_not_there(run: Run, cache: Path) -> None:
+    root = remove_page(run, cache)
+    (root / "source" / "tools" / "ui" / "make.js").write_text(MAKE_PAGE + "throw 'out of luck'")
+    result = run("build", "--web-page")
+    assert result.returncode == 1
+    assert "out of luck" in result.stderr
+    assert not (root / "source" / "tools" / "ui" / "dist").exists()
+    assert not (root / "web-page").exists()
 
 
 def test_a_failing_compiler_is_reported_and_a_mended_one_goes_on(run: Run, cache: Path) -> None:

