@@ -170,7 +170,7 @@ def main(write: bool, out: Path, selected: tuple[str, ...]) -> None:
         )
         lists = (
             ("Failed with the plug-in alone", ours, for_us),
-            ("Failed both ways, for the other model", ours, for_the_model),
+            ("Failed both ways", ours, for_the_model),
             ("Skipped", ours, skipped),
         )
         parts = [f"## {title}: {len(names)}\n\n{reasons(of, names) or 'None.'}" for title, of, names in lists]
