@@ -52,9 +52,7 @@ def passages(source: Path) -> Iterator[Passage]:
         if is_heading:
             heading = paragraph.lstrip("# ")
             continue
-        for piece in textwrap.wrap(
-            paragraph, MAX_CHARACTERS, replace_whitespace=False, drop_whitespace=False
-        ):
+        for piece in pieces(paragraph):
             if pending and len(pending) + len(piece) > MAX_CHARACTERS:
                 yield Passage(source, pending)
                 pending = ""
