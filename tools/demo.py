@@ -264,11 +264,12 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("demo: interrupted", style="bold red")
         return 130
-    for action, program, model in (
-        ("To let the first write on", "llama-completion", tiny),
-        ("To talk to the last", "llama-cli", sensible),
+    for action, command, model in (
+        ("Let the first write on", "chat", tiny),
+        ("Chat with the last", "chat", sensible),
+        ("The same in the browser, on http://127.0.0.1:8080", "serve", sensible),
     ):
-        console.print(f"{action}: .venv/bin/tern run {program} -m {model}", markup=False, soft_wrap=True)
+        console.print(f"{action}: .venv/bin/tern {command} {model}", markup=False, soft_wrap=True)
     return 0
 
 
