@@ -11,17 +11,20 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from reference import tool
+
+free_port: Callable[[], int] = tool("demo").free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Half a megabyte of ternary, Hadamard-rotated model that writes English.
@@ -103,13 +106,6 @@ class Server:
         """Send a signal, and wait for the end: the exit code, negative for the signal that ended it."""
         self.process.send_signal(number)
         return self.process.wait(timeout)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

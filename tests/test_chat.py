@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pexpect
 import pytest
@@ -305,7 +305,9 @@ def test_a_model_without_template_continues_the_text(monkeypatch: pytest.MonkeyP
     assert "no chat template" in notes[0] and re.search(STATS, notes[-1])
 
 
-def test_answer_streams_and_a_closed_pipe_ends_it() -> None:
+@contextlib.contextmanager
+def answering_in_a_pipe() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A chat in the middle of a long answer, and the pipe that this comes through."""
     command = [TERN, "chat", *ALONE, "--context", "100000", "--max-tokens", "90000", "--", *ENDLESS]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     assert process.stdin is not None and process.stdout is not None
@@ -313,29 +315,25 @@ def test_answer_streams_and_a_closed_pipe_ends_it() -> None:
         process.stdin.write(b"In the beginning")
         process.stdin.close()
         assert process.stdout.read(20)
-        [child] = children(process.pid)
-        process.stdout.close()
-        assert process.wait(30) != 0
-        assert ends(child, 0.5)
+        yield process, process.stdout
     finally:
         process.kill()
         process.wait()
+
+
+def test_answer_streams_and_a_closed_pipe_ends_it() -> None:
+    with answering_in_a_pipe() as (process, answer):
+        [child] = children(process.pid)
+        answer.close()
+        assert process.wait(30) != 0
+        assert ends(child, 0.5)
 
 
 def test_interrupted_in_a_pipe() -> None:
-    command = [TERN, "chat", *ALONE, "--context", "100000", "--max-tokens", "90000", "--", *ENDLESS]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(b"In the beginning")
-        process.stdin.close()
-        assert process.stdout.read(20)
+    with answering_in_a_pipe() as (process, answer):
         process.send_signal(signal.SIGINT)
-        process.stdout.read()
+        answer.read()
         assert process.wait(30) == 130
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_cannot_work_is_one_line(tmp_path: Path, server: Server) -> None:

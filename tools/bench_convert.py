@@ -32,6 +32,7 @@ from safetensors import TensorSpec, serialize_file
 
 import ggml_tern
 import make_synthetic as synthetic
+from benchmarking import memory_of_tree
 from ggml_tern.gguf_files.reader import GGUFSource
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,7 +79,7 @@ class Converter:
         said = b""
         while process.poll() is None:
             said += process.stdout.read() or b""
-            now = memory_of(process.pid)
+            now = memory_of_tree(process.pid)
             anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
             time.sleep(0.005)
         if process.returncode != 0:
@@ -87,26 +88,6 @@ class Converter:
         self.wall.append(time.monotonic() - began)
         self.anonymous.append(anonymous)
         self.resident.append(resident)
-
-
-def memory_of(pid: int) -> tuple[int, int]:
-    """Anonymous and resident bytes of a process and its children."""
-    pids, anonymous, resident = [pid], 0, 0
-    while pids:
-        current = pids.pop()
-        try:
-            status = Path(f"/proc/{current}/status").read_text()
-            children = Path(f"/proc/{current}/task/{current}/children").read_text()
-        except OSError:
-            continue
-        pids += [int(child) for child in children.split()]
-        for line in status.splitlines():
-            key, _, value = line.partition(":")
-            if key == "RssAnon":
-                anonymous += 1024 * int(value.split()[0])
-            elif key == "VmRSS":
-                resident += 1024 * int(value.split()[0])
-    return anonymous, resident
 
 
 def bfloat16_bits(tensor: synthetic.Tensor) -> npt.NDArray[np.uint16]:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: cached synthetic models, rounds of the stock llama-bench, dated reports."""
+"""What the benchmarks share: cached synthetic models, rounds of llama-bench, memory, dated reports."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import click
 
 import ggml_tern
 from ggml_tern.runtime import host
+from ggml_tern.runtime.bench import memory_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,6 +34,23 @@ def synthetic(*arguments: str) -> Path:
     there yet."""
     command = [sys.executable, str(ROOT / "tools" / "make_synthetic.py"), *arguments]
     return Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
+
+
+def memory_of_tree(pid: int) -> tuple[int, int]:
+    """Anonymous and resident bytes of a process and those that it started; nothing for one that has ended."""
+    pids, anonymous, resident = [pid], 0, 0
+    while pids:
+        folder = Path("/proc") / str(current := pids.pop())
+        try:
+            status = (folder / "status").read_text(encoding="utf-8", errors="replace")
+            children = (folder / "task" / str(current) / "children").read_text(encoding="ascii")
+        except OSError:
+            continue
+        pids += map(int, children.split())
+        sizes = memory_of(status)
+        anonymous += sizes.get("RssAnon", 0)
+        resident += sizes.get("VmRSS", 0)
+    return anonymous, resident
 
 
 @dataclass

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shlex
 import signal
 import socket
@@ -36,7 +35,8 @@ import click
 import httpx
 
 import malformed_requests
-from benchmarking import ROOT, out_option, write_report
+from benchmarking import ROOT, memory_of_tree, out_option, write_report
+from demo import free_port
 
 TINY = ROOT / "models" / "tiny-qwen3" / "tiny-qwen3-ptq1_0.gguf"
 WORDS = ("once", "upon", "a", "time", "there", "was", "the", "little", "bird", "king", "who", "said", "blue")
@@ -164,25 +164,6 @@ class Server:
         return httpx.post(f"{self.url}/completion", json=body, timeout=SECONDS_TO_ANSWER).status_code == 200
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def resident_mib(pid: int) -> float:
-    """What a process and those that it started hold in memory; 0 if it has ended."""
-    process = Path("/proc") / str(pid)
-    try:
-        status = (process / "status").read_text(encoding="ascii", errors="replace")
-        children = (process / "task" / str(pid) / "children").read_text(encoding="ascii").split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) / 1024 + sum(map(resident_mib, map(int, children))) if found else 0.0
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Load
 # ----------------------------------------------------------------------------------------------------------
@@ -283,7 +264,7 @@ class MemorySamples:
     def collect(self, pid: int, stop: threading.Event) -> None:
         begin = time.monotonic()
         while not stop.wait(0.25):
-            if size := resident_mib(pid):
+            if size := memory_of_tree(pid)[1] / 2**20:
                 self.samples.append((time.monotonic() - begin, size))
 
     @property

@@ -8,30 +8,29 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 namespace tern {
 
 namespace {
 
-enum class Wish { AUTO, FAST, DENSE };
-
-// What TERN_LAYOUT says; another word is reported and ignored.
-Wish wish() {
-    static const Wish found = [] {
+// The layout that TERN_LAYOUT names; nothing for auto. Another word is reported and ignored.
+std::optional<TileLayout> named_layout() {
+    static const std::optional<TileLayout> named = []() -> std::optional<TileLayout> {
         const char * word = std::getenv("TERN_LAYOUT");
         if (word == nullptr || std::strcmp(word, "auto") == 0) {
-            return Wish::AUTO;
+            return std::nullopt;
         }
         if (std::strcmp(word, "fast") == 0) {
-            return Wish::FAST;
+            return TileLayout::FAST;
         }
         if (std::strcmp(word, "dense") == 0) {
-            return Wish::DENSE;
+            return TileLayout::DENSE;
         }
         std::fprintf(stderr, "ggml-tern: TERN_LAYOUT=%s is none of auto, fast and dense; it is ignored\n", word);
-        return Wish::AUTO;
+        return std::nullopt;
     }();
-    return found;
+    return named;
 }
 
 std::atomic<TileLayout> g_chosen{TileLayout::FAST};
@@ -61,12 +60,15 @@ constexpr double MARGIN = 1.0625;
 }  // namespace
 
 void choose_layout(const char * name, const GgufHeader & header) {
+    if (named_layout()) {
+        return;
+    }
     const double fast = bytes_in(header, TileLayout::FAST);
     const double dense = bytes_in(header, TileLayout::DENSE);
     const auto free = static_cast<double>(machine_memory().free);
     const bool is_short = dense < fast && MARGIN * fast > free;
     g_chosen = is_short ? TileLayout::DENSE : TileLayout::FAST;
-    if (is_short && wish() == Wish::AUTO) {
+    if (is_short) {
         constexpr double MB = 1e6;
         std::fprintf(
             stderr,
@@ -77,12 +79,7 @@ void choose_layout(const char * name, const GgufHeader & header) {
 }
 
 TileLayout chosen_layout() {
-    switch (wish()) {
-    case Wish::FAST: return TileLayout::FAST;
-    case Wish::DENSE: return TileLayout::DENSE;
-    case Wish::AUTO: break;
-    }
-    return g_chosen;
+    return named_layout().value_or(g_chosen);
 }
 
 }  // namespace tern

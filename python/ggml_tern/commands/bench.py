@@ -15,6 +15,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ggml_tern.commands.kv_type import KV_TYPE
+
 if TYPE_CHECKING:
     from ggml_tern.runtime.bench import Settings
     from ggml_tern.runtime.bench_report import Report
@@ -94,8 +96,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--kv",
     "kv_type",
-    # The names of plan.KV_TYPES, which would cost an import here.
-    type=click.Choice(["f16", "q8_0", "q5_0", "q4_0"]),
+    type=KV_TYPE,
     help="Type of the KV cache.  [default: f16]",
 )
 @click.option(

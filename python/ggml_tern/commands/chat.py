@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from ggml_tern.commands.kv_type import KV_TYPE
+
 EPILOG = """
 \b
 Examples
@@ -60,8 +62,7 @@ Examples
 @click.option(
     "--kv",
     "kv_type",
-    # The names of plan.KV_TYPES, which would cost an import here.
-    type=click.Choice(["f16", "q8_0", "q5_0", "q4_0"]),
+    type=KV_TYPE,
     help="Type of the KV cache; what is smaller takes less memory.  [default: f16]",
 )
 @click.option(

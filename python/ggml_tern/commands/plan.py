@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from ggml_tern.commands.kv_type import KV_TYPE
 from ggml_tern.memory_size import MemorySize
 
 EPILOG = """
@@ -37,8 +38,7 @@ Examples
 @click.option(
     "--kv",
     "kv_type",
-    # The names of plan.KV_TYPES, which would cost an import here.
-    type=click.Choice(["f16", "q8_0", "q5_0", "q4_0"]),
+    type=KV_TYPE,
     default="f16",
     show_default=True,
     help="Type of the KV cache, as -ctk and -ctv of llama.cpp.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -609,12 +609,17 @@ def largest_context(
 ) -> int:
     """The most tokens, up to those that the model was trained for, that fit into `memory` bytes; 0 for
     none."""
-    step = CACHE_STEP * (parallel or 1)
-    contexts = range(step, max(model.context, step) + 1, step)
 
     def takes(context: int) -> int:
         return plan(model, context, kv_type, parallel, n_gpu_layers, dense).total
 
+    return most_tokens(model, memory, parallel, takes)
+
+
+def most_tokens(model: Model, memory: int, parallel: int | None, takes: Callable[[int], int]) -> int:
+    """The same by another count than `plan`'s: `takes` tells the bytes of a context, which grow with it."""
+    step = CACHE_STEP * (parallel or 1)
+    contexts = range(step, max(model.context, step) + 1, step)
     fitting = bisect.bisect_right(contexts, memory, key=takes)
     return contexts[fitting - 1] if fitting else 0
 

@@ -3,7 +3,6 @@ the options of llama-server."""
 
 from __future__ import annotations
 
-import bisect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -155,12 +154,8 @@ def usage(asked: Demand, budget: int | None, *, chooses_layout: bool) -> Usage:
         return Usage(model, planned, adapters + wider + drafting, {})
 
     def largest(parallel: int | None, budget: int, dense: bool) -> Usage | None:
-        step = planning.CACHE_STEP * (parallel or 1)
-        contexts = range(step, max(model.context, step) + 1, step)
-        fitting = bisect.bisect_right(
-            contexts, budget, key=lambda context: at(context, parallel, dense).total
-        )
-        return at(contexts[fitting - 1], parallel, dense) if fitting else None
+        context = planning.most_tokens(model, budget, parallel, lambda n: at(n, parallel, dense).total)
+        return at(context, parallel, dense) if context else None
 
     if budget is None or asked.context is not None:
         limit = available() if budget is None else budget
