@@ -57,7 +57,8 @@ def test_a_stop_is_passed_on(number: signal.Signals) -> None:
 
 def test_what_a_stop_ends_has_stopped() -> None:
     """While it loads a model, llama-server catches no signal; told a second time, it exits with 1."""
-    for script in ("echo ready; exec sleep 60", OBEDIENT.replace("exit 5", "exit 1")):
+    aborting = OBEDIENT.replace("exit 5", "ulimit -c 0; kill -ABRT $$")
+    for script in ("echo ready; exec sleep 60", OBEDIENT.replace("exit 5", "exit 1"), aborting):
         with started(script) as process:
             process.terminate()
             assert process.wait(30) == 0
@@ -89,15 +90,48 @@ def test_it_takes_the_other_with_it() -> None:
             pytest.fail("its child lives on")
 
 
+#: Ends with 4 and the number of signals that it received.
+COUNTING = (
+    "n=0; trap 'n=$((n+1))' INT TERM; echo ready; for i in 1 2 3 4 5 6 7 8; do sleep 0.1; done; exit $((n+4))"
+)
+
+
+def test_a_stop_for_the_whole_group_arrives_once() -> None:
+    """llama-server takes a second one for impatience, and may abort."""
+    with subprocess.Popen(
+        [*SUPERVISE, SHELL, "-c", COUNTING], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 5
+
+
+def test_ctrl_z_and_on_again() -> None:
+    def state(pid: int) -> str:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+
+    def wait_for(states: str) -> None:
+        for _ in range(200):
+            if state(process.pid) in states and state(child) in states:
+                return
+            time.sleep(0.05)
+        pytest.fail(f"{state(process.pid)} and {state(child)}, not {states}")
+
+    with started(OBEDIENT) as process:
+        child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii"))
+        process.send_signal(signal.SIGTSTP)
+        wait_for("T")
+        process.send_signal(signal.SIGCONT)
+        wait_for("SR")
+        process.terminate()
+        assert process.wait(30) == 5
+
+
 def test_ctrl_c_in_a_terminal_arrives_once() -> None:
-    """A terminal sends it to both; llama-server takes a second one for impatience."""
-    script = (
-        "n=0; trap 'n=$((n+1))' INT TERM; echo ready; "
-        "for i in 1 2 3 4 5 6 7 8; do sleep 0.1; done; exit $((n+4))"
-    )
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(SUPERVISE[0], [*SUPERVISE, SHELL, "-c", script])
+        os.execv(SUPERVISE[0], [*SUPERVISE, SHELL, "-c", COUNTING])
     try:
         said = b""
         while b"ready" not in said:

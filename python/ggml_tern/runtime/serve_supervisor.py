@@ -6,6 +6,10 @@ A llama-server that is told to stop waits for every client that is still being a
 client stays. This passes signals on, and ends a llama-server that has not stopped some seconds later. The
 exit code is llama-server's own; one that was told to stop and had to be ended counts as stopped. If this is
 killed itself, the system ends llama-server.
+
+A second signal makes llama-server call exit() in the handler of the signal, while its threads run: it ends
+with 1, or aborts. So it has a process group of its own, where only this process reaches it, also when a
+terminal or a service manager tells the whole group to stop.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ def start(command: list[str], mask: set[signal.Signals | int]) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        os.setpgid(0, 0)
         # Python ignores these two, and what is ignored or blocked stays so in the new program.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -46,11 +51,11 @@ def start(command: list[str], mask: set[signal.Signals | int]) -> int:
 def supervise(command: list[str]) -> int:
     """Run the command to its end. Returns its exit code, negative for the signal that ended it."""
     # Waited for, not handled: nothing can come in between.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, signal.SIGCHLD))
+    wanted = (*STOPS, signal.SIGTSTP, signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
     child = start(command, mask)
     deadline = None
     while True:
-        wanted = (*STOPS, signal.SIGCHLD)
         received: signal.struct_siginfo | None
         if deadline is None:
             received = signal.sigwaitinfo(wanted)
@@ -60,10 +65,15 @@ def supervise(command: list[str]) -> int:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
-                # While it loads a model, llama-server does not catch them. Told twice, as when somebody tells
-                # all processes to stop, it exits with 1.
-                was_stopped = deadline is not None and (code == 1 or -code in STOPS)
+                # While it loads a model, llama-server catches no signal; some service managers tell each
+                # process of its own to stop, and then it is told twice.
+                was_stopped = deadline is not None and (code == 1 or -code in (*STOPS, signal.SIGABRT))
                 return 0 if was_stopped else code
+        elif received is not None and received.si_signo == signal.SIGTSTP:
+            # Ctrl-Z: both rest, until this one is continued.
+            os.kill(child, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(child, signal.SIGCONT)
         elif received is None or deadline is not None:
             # Time is up, or somebody is in a hurry.
             os.kill(child, signal.SIGKILL)
@@ -71,10 +81,7 @@ def supervise(command: list[str]) -> int:
             return 0
         else:
             deadline = time.monotonic() + SECONDS_TO_STOP
-            # What comes from the terminal (the kernel) reaches llama-server too, which ends at once when told
-            # twice.
-            if received.si_code <= 0:
-                os.kill(child, signal.SIGTERM)
+            os.kill(child, signal.SIGTERM)
 
 
 def main() -> None:
