@@ -73,6 +73,7 @@ ggml_backend_buffer_t plain_alloc_buffer(ggml_backend_buffer_type_t type, size_t
     ggml_backend_buffer_t buffer = host().ggml_backend_buft_alloc_buffer(host().ggml_backend_cpu_buffer_type(), size);
     if (buffer != nullptr) {
         buffer->buft = type;
+        use_huge_pages(buffer->iface.get_base(buffer), buffer->size);  // the KV cache is here
     }
     return buffer;
 }

@@ -31,9 +31,6 @@ constexpr size_t LINE = 64;  // of the cache, in bytes
 constexpr int64_t ENOUGH_TILES = 64;
 constexpr int64_t MAX_SCRATCH = int64_t{8} << 20;
 
-// Several KV heads make a tile as long as each thread gets so many units.
-constexpr int64_t UNITS_PER_THREAD = 4;
-
 // The memory of a thread, kept from call to call.
 struct Workspace {
     float * q;        // [rows][d_k], scaled
@@ -360,11 +357,12 @@ size_t AttentionWork::n_scratch() const {
     return is_split() ? static_cast<size_t>(n_rows() * n_pieces_ * partial_size()) : 0;
 }
 
+// Several KV heads make a tile, which is then read nearly in the order of the memory, as long as there is one for each thread.
 int64_t AttentionWork::heads_per_tile(int n_threads) const {
     const int64_t n_heads = attention_.n_kv_heads;
     const int64_t units_per_head = attention_.n_sequences * tiles_per_head_ * n_splits_;
     for (int64_t n = max_rows_ / rows_per_tile_; n > 1; n--) {
-        if (n_heads % n == 0 && n_heads / n * units_per_head >= UNITS_PER_THREAD * n_threads) {
+        if (n_heads % n == 0 && n_heads / n * units_per_head >= n_threads) {
             return n;
         }
     }

@@ -55,7 +55,7 @@ struct Avx2 {
   private:
     static __m256i nibbles_as_int(const uint8_t * p, int shift) {
         const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
-        return _mm256_and_si256(shift == 0 ? bytes : _mm256_srli_epi32(bytes, 4), _mm256_set1_epi32(15));
+        return shift == 0 ? _mm256_and_si256(bytes, _mm256_set1_epi32(15)) : _mm256_srli_epi32(bytes, 4);
     }
 };
 

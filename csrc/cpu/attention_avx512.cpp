@@ -53,7 +53,7 @@ struct Avx512 {
   private:
     static __m512i nibbles_as_int(const uint8_t * p, int shift) {
         const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-        return _mm512_and_si512(shift == 0 ? bytes : _mm512_srli_epi32(bytes, 4), _mm512_set1_epi32(15));
+        return shift == 0 ? _mm512_and_si512(bytes, _mm512_set1_epi32(15)) : _mm512_srli_epi32(bytes, 4);
     }
 };
 

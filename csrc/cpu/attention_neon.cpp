@@ -51,7 +51,7 @@ struct Neon {
     }
     static uint32x4_t nibbles_as_int(const uint8_t * p, int shift) {
         const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p))));
-        return vandq_u32(shift == 0 ? bytes : vshrq_n_u32(bytes, 4), vdupq_n_u32(15));
+        return shift == 0 ? vandq_u32(bytes, vdupq_n_u32(15)) : vshrq_n_u32(bytes, 4);
     }
 };
 
