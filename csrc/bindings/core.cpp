@@ -8,6 +8,7 @@
 #include "../format/hadamard.h"
 #include "../format/ternarize.h"
 #include "../format/ternary_types.h"
+#include "../host/machine_memory.h"
 #include "arguments.h"
 #include "bindings.h"
 #include "tiled_matrix.h"
@@ -644,6 +645,17 @@ The contract of a GGUF file with Hadamard-rotated weights (keys prism.hadamard.*
 Returns a dict: version, block_size, sign_mode ('identity' or 'explicit'), signs (width to int8 array), weight_names,
 inverse_weight_names, tied_output, gdn_v_grouped, and rotations, which has the Rotation of every rotated tensor by its name.
 FormatError (a ValueError) names the key that breaks the contract, OSError says why the file cannot be read.)");
+
+    m.def(
+        "machine_memory",
+        [](const std::string & root) {
+            const MachineMemory memory = machine_memory(root);
+            return py::make_tuple(memory.total, memory.free);
+        },
+        py::arg("root") = "", R"(
+(total, free): bytes of memory that there are, and that are to be had without swapping, in the machine or in the control
+groups of this process (a container, a service), whichever is less; 0 where the system does not say. root: where the
+system's /proc and /sys are found.)");
 
     m.def("read_gguf_header", &read_gguf_header, py::arg("path"), R"(
 Read and check the header of a GGUF file.

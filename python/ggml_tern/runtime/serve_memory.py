@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ggml_tern import _core
 from ggml_tern.errors import TernError
 from ggml_tern.gguf_files.reader import GGUFSource
 from ggml_tern.runtime import plan as planning
@@ -243,8 +244,8 @@ def _refusal(found: Usage, asked: Demand, budget: int) -> str:
 
 
 def available() -> int:
-    """Bytes that the system would give without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise TernError("/proc/meminfo: names no MemAvailable; give --memory-budget")
+    """Bytes that the system, or the container, would give without swapping."""
+    total, free = _core.machine_memory()
+    if total == 0:
+        raise TernError("/proc/meminfo: cannot be read; give --memory-budget")
+    return free
