@@ -53,12 +53,6 @@ struct Multiplication {
     bool squared_relu;  // whether the products pass through squared ReLU
 };
 
-// Multiplications of one activation that run as one operation.
-struct MultiplicationGroup {
-    std::vector<Multiplication> members;
-    SharedWork work;
-};
-
 // One of the matrices that a weight tensor stacks in its third and fourth dimension: in tiles, or in plain rows.
 struct WeightMatrix {
     const TernaryType & type;
@@ -75,6 +69,62 @@ struct WeightMatrix {
             rows = static_cast<const uint8_t *>(w->data) + i2 * w->nb[2] + i3 * w->nb[3];
         }
     }
+};
+
+// What threads share of a matrix that meets columns: items of some tiles each.
+struct Items {
+    int64_t tiles;
+    int64_t per_item;
+    int64_t count;
+
+    explicit Items(const Tiles & matrix)
+        : tiles(matrix.count()), per_item(tiles_per_item(kernels(), matrix)), count((tiles + per_item - 1) / per_item) {
+    }
+
+    int64_t tile(int64_t item) const { return std::min(item * per_item, tiles); }
+};
+
+// A matrix that meets the columns of a slice. It serves x->ne[2] / w->ne[2] slices (grouped heads).
+struct Product {
+    Multiplication task;
+    int64_t slice;
+    WeightMatrix matrix;
+    Items items;
+    int64_t first_item;  // among those of its group
+
+    Product(const Multiplication & task, int64_t slice, int64_t first_item)
+        : task(task), slice(slice), matrix(matrix_of_slice(task.node, slice)), items(matrix.tiles),
+          first_item(first_item) {}
+
+  private:
+    static WeightMatrix matrix_of_slice(const ggml_tensor * node, int64_t slice) {
+        const ggml_tensor * w = node->src[0];
+        const ggml_tensor * x = node->src[1];
+        return WeightMatrix(w, slice % x->ne[2] / (x->ne[2] / w->ne[2]), slice / x->ne[2] / (x->ne[3] / w->ne[3]));
+    }
+};
+
+// Multiplications of one activation that run as one operation.
+struct MultiplicationGroup {
+    const Activation * activation;
+    WorkInTurn work;
+    std::vector<Product> products;
+    int64_t n_items = 0;
+
+    MultiplicationGroup(const Activation * activation, WorkInTurn work) : activation(activation), work(work) {}
+
+    void add(const Multiplication & task) {
+        for (int64_t slice = 0; slice < activation->n_slices(); slice++) {
+            products.emplace_back(task, slice, n_items);
+            n_items += products.back().items.count;
+        }
+    }
+};
+
+// One with experts is an operation of its own.
+struct ExpertMultiplication {
+    Multiplication task;
+    WorkInTurn work;
 };
 
 // The columns that meet one matrix, and where their results go.
@@ -157,69 +207,37 @@ void prepare_activation(ggml_tensor *, int ith, int nth, void * data) {
     }
 }
 
-// The units of work of one multiplication without experts: `per_unit` tiles of one slice.
-struct Units {
-    int64_t tiles;
-    int64_t per_unit;
-    int64_t per_slice;
-    int64_t count;
-
-    Units(const ggml_tensor * node, int n_threads)
-        : tiles(tile_count(node->src[0]->ne[1])), per_unit(tiles_per_unit(node->src[0]->ne[1], n_threads)),
-          per_slice((tiles + per_unit - 1) / per_unit), count(per_slice * node->src[1]->ne[2] * node->src[1]->ne[3]) {}
-
-    int64_t slice(int64_t unit) const { return unit / per_slice; }
-    int64_t tile_begin(int64_t unit) const { return unit % per_slice * per_unit; }
-    int64_t tile_end(int64_t unit) const { return std::min(tile_begin(unit) + per_unit, tiles); }
-};
-
-// The matrix that the columns of a slice meet; it serves x->ne[2] / w->ne[2] slices (grouped heads).
-WeightMatrix matrix_of_slice(const ggml_tensor * node, int64_t slice) {
-    const ggml_tensor * w = node->src[0];
-    const ggml_tensor * x = node->src[1];
-    return WeightMatrix(w, slice % x->ne[2] / (x->ne[2] / w->ne[2]), slice / x->ne[2] / (x->ne[3] / w->ne[3]));
-}
-
-int64_t count_units(const MultiplicationGroup & group, int n_threads) {
-    int64_t count = 0;
-    for (const Multiplication & member : group.members) {
-        count += Units(member.node, n_threads).count;
-    }
-    return count;
-}
-
 void multiply(ggml_tensor *, int ith, int nth, void * data) {
     auto & group = *static_cast<MultiplicationGroup *>(data);
-    const Activation & activation = *group.members.front().activation;
+    const Activation & activation = *group.activation;
+    const ggml_tensor * x = activation.x;
     thread_local Columns columns;
-    const Multiplication * member = nullptr;
-    int64_t slice = -1;
-    group.work.run(count_units(group, nth), ith, nth, [&](int64_t unit) {
-        const Multiplication * found = group.members.data();
-        Units units(found->node, nth);
-        while (unit >= units.count) {
-            unit -= units.count;
-            found++;
-            units = Units(found->node, nth);
-        }
-        if (found != member || units.slice(unit) != slice) {
-            member = found;
-            slice = units.slice(unit);
-            const ggml_tensor * x = activation.x;
-            columns.panels = activation.column(slice * x->ne[1]);
-            columns.out.clear();
-            for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
-                columns.out.push_back(result_row(member->node, i1, slice % x->ne[2], slice / x->ne[2]));
+    const Product * met = nullptr;
+    group.work.run(group.n_items, ith, nth, [&](int64_t begin, int64_t end) {
+        for (const Product & product : group.products) {
+            const Items & items = product.items;
+            const int64_t first = std::max<int64_t>(begin - product.first_item, 0);
+            const int64_t last = std::min(end - product.first_item, items.count);
+            if (first >= last) {
+                continue;
             }
+            if (met != &product) {
+                met = &product;
+                columns.panels = activation.column(product.slice * x->ne[1]);
+                columns.out.clear();
+                for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
+                    columns.out.push_back(
+                        result_row(product.task.node, i1, product.slice % x->ne[2], product.slice / x->ne[2]));
+                }
+            }
+            multiply_tiles(product.task, product.matrix, items.tile(first), items.tile(last), columns);
         }
-        multiply_tiles(*member, matrix_of_slice(member->node, slice), units.tile_begin(unit), units.tile_end(unit),
-                       columns);
     });
 }
 
 void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
-    auto & group = *static_cast<MultiplicationGroup *>(data);
-    const Multiplication & task = group.members.front();
+    auto & experts = *static_cast<ExpertMultiplication *>(data);
+    const Multiplication & task = experts.task;
     const ggml_tensor * node = task.node;
     const ggml_tensor * w = node->src[0];
     const ggml_tensor * x = node->src[1];
@@ -251,32 +269,36 @@ void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
         }
     }
 
-    const int64_t tiles = tile_count(w->ne[1]);
-    const int64_t per_unit = tiles_per_unit(w->ne[1], nth);
-    const int64_t units_per_expert = (tiles + per_unit - 1) / per_unit;
-    const int64_t n_units = units_per_expert * static_cast<int64_t>(active.size());
-
+    const Items items(WeightMatrix(w, 0, 0).tiles);
     thread_local Columns columns;
     thread_local std::vector<const uint8_t *> in;
     thread_local std::vector<uint8_t> panels;
     int64_t expert = -1;
-    group.work.run(n_units, ith, nth, [&](int64_t unit) {
-        if (active[unit / units_per_expert] != expert) {
-            expert = active[unit / units_per_expert];
-            in.clear();
-            columns.out.clear();
-            for (const int64_t pair : chosen[expert]) {
-                const int64_t slot = pair % ids->ne[0];
-                const int64_t token = pair / ids->ne[0];
-                in.push_back(activation.column(token * x->ne[1] + slot % x->ne[1]));
-                columns.out.push_back(result_row(node, slot, token, 0));
-            }
-            panels.resize(in.size() * activation.layout.bytes);
-            make_panels(kernels(), activation.layout, in.data(), columns.count(), panels.data());
-            columns.panels = panels.data();
+    const auto meet = [&](int64_t chosen_expert) {
+        expert = chosen_expert;
+        in.clear();
+        columns.out.clear();
+        for (const int64_t pair : chosen[expert]) {
+            const int64_t slot = pair % ids->ne[0];
+            const int64_t token = pair / ids->ne[0];
+            in.push_back(activation.column(token * x->ne[1] + slot % x->ne[1]));
+            columns.out.push_back(result_row(node, slot, token, 0));
         }
-        const int64_t first = unit % units_per_expert * per_unit;
-        multiply_tiles(task, WeightMatrix(w, expert, 0), first, std::min(first + per_unit, tiles), columns);
+        panels.resize(in.size() * activation.layout.bytes);
+        make_panels(kernels(), activation.layout, in.data(), columns.count(), panels.data());
+        columns.panels = panels.data();
+    };
+    experts.work.run(items.count * static_cast<int64_t>(active.size()), ith, nth, [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+            const int64_t chosen_expert = active[begin / items.count];
+            const int64_t first = begin % items.count;
+            const int64_t last = std::min(items.count, first + end - begin);
+            if (chosen_expert != expert) {
+                meet(chosen_expert);
+            }
+            multiply_tiles(task, WeightMatrix(w, expert, 0), items.tile(first), items.tile(last), columns);
+            begin += last - first;
+        }
     });
 }
 
@@ -368,10 +390,16 @@ bool supports_ternary_op(const ggml_tensor * node) {
 }
 
 struct GraphRunner::State {
+    // Of the graph that all of this was built from, if it has one: two graphs with the same are the same, down to the memory
+    // of their nodes. In decode most tokens repeat the graph of the one before.
+    uint64_t uid = 0;
     std::vector<ggml_tensor *> nodes;
     std::deque<ggml_tensor> replaced;
     std::deque<Activation> activations;
     std::deque<MultiplicationGroup> multiplications;
+    std::deque<ExpertMultiplication> expert_multiplications;
+    SharedWork works[2];  // of the multiplications
+    size_t n_works = 0;
     std::deque<AttentionTask> attentions;
     std::vector<float> attention_scratch;
     uint8_t * scratch = nullptr;
@@ -391,6 +419,16 @@ struct GraphRunner::State {
         }
     }
 
+    // Before every run.
+    void reset_work() {
+        for (SharedWork & work : works) {
+            work.reset();
+        }
+        for (AttentionTask & task : attentions) {
+            task.work.reset();
+        }
+    }
+
     void add_custom(const ggml_tensor * node, ggml_custom_op_t function, void * data) {
         replaced.push_back(*node);
         ggml_tensor & custom = replaced.back();
@@ -407,6 +445,8 @@ struct GraphRunner::State {
         replaced.clear();
         activations.clear();
         multiplications.clear();
+        expert_multiplications.clear();
+        n_works = 0;
         attentions.clear();
         size_t n_attention_scratch = 0;
         Activation * current = nullptr;  // whose quantized columns the scratch memory holds at this point
@@ -449,9 +489,12 @@ struct GraphRunner::State {
                     add_custom(node, prepare_activation, current);
                 }
                 const Multiplication task{node, current, treatment->squared_relu};
-                if (for_experts || !joins_group(graph, group_begin, i, task)) {
-                    multiplications.emplace_back().members.push_back(task);
-                    add_custom(node, for_experts ? multiply_experts : multiply, &multiplications.back());
+                if (for_experts) {
+                    expert_multiplications.push_back({task, WorkInTurn(works, n_works++)});
+                    add_custom(node, multiply_experts, &expert_multiplications.back());
+                } else if (!joins_group(graph, group_begin, i, task)) {
+                    multiplications.emplace_back(current, WorkInTurn(works, n_works++)).add(task);
+                    add_custom(node, multiply, &multiplications.back());
                     group_begin = i;
                 }
             }
@@ -472,7 +515,7 @@ struct GraphRunner::State {
 
     // Puts the node at `position` into the last group, which stands at `group_begin`, if it may be computed there.
     bool joins_group(const ggml_cgraph * graph, int group_begin, int position, const Multiplication & task) {
-        if (multiplications.empty() || multiplications.back().members.front().activation != task.activation) {
+        if (multiplications.empty() || multiplications.back().activation != task.activation) {
             return false;
         }
         for (int i = group_begin + 1; i < position; i++) {
@@ -480,7 +523,7 @@ struct GraphRunner::State {
                 return false;
             }
         }
-        multiplications.back().members.push_back(task);
+        multiplications.back().add(task);
         return true;
     }
 
@@ -495,16 +538,23 @@ GraphRunner::GraphRunner() : state_(std::make_unique<State>()) {}
 GraphRunner::~GraphRunner() = default;
 
 ggml_status GraphRunner::compute(ggml_backend_t cpu, const ggml_cgraph * graph) {
-    ggml_cgraph copy = *graph;
-    try {
-        if (!state_->build(graph)) {
-            return GGML_STATUS_FAILED;
+    State & state = *state_;
+    const uint64_t uid = host().has_graph_uids ? graph->uid : 0;
+    if (uid == 0 || uid != state.uid) {
+        state.uid = 0;
+        try {
+            if (!state.build(graph)) {
+                return GGML_STATUS_FAILED;
+            }
+        } catch (const std::bad_alloc &) {
+            return GGML_STATUS_ALLOC_FAILED;
         }
-    } catch (const std::bad_alloc &) {
-        return GGML_STATUS_ALLOC_FAILED;
+        state.uid = uid;
     }
-    copy.nodes = state_->nodes.data();
-    copy.n_nodes = static_cast<int>(state_->nodes.size());
+    state.reset_work();
+    ggml_cgraph copy = *graph;
+    copy.nodes = state.nodes.data();
+    copy.n_nodes = static_cast<int>(state.nodes.size());
     copy.uid = 0;
     return host().ggml_backend_graph_compute(cpu, &copy);
 }

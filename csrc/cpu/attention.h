@@ -83,6 +83,9 @@ class AttentionWork {
     // Memory that run() and combine() want, in floats.
     size_t n_scratch() const;
 
+    // Before the work is done again.
+    void reset() { next_unit_.store(0, std::memory_order_relaxed); }
+
     void run(const AttentionKernels & kernels, int n_threads, float * scratch);
     void combine(int thread, int n_threads, const float * scratch) const;
 

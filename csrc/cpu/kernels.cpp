@@ -25,6 +25,9 @@ namespace {
 constexpr size_t BLOCK_BYTES = 16 * 1024;
 constexpr size_t PANEL_BYTES = 128 * 1024;
 
+// What a thread reads in a microsecond or two of decode.
+constexpr size_t ITEM_BYTES = 16 * 1024;
+
 // Interleaves the parts [begin, end) of columns, PART bytes each: panel[part][c] = columns[c][part]. `offset`: in a column.
 template <int PART>
 void interleave(const uint8_t * const * columns, int n_cols, size_t offset, int64_t begin, int64_t end,
@@ -235,9 +238,9 @@ void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, f
     dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), tiles.n_in, tiles.group, weights);
 }
 
-int64_t tiles_per_unit(int64_t n_out, int n_threads) {
-    const int64_t per_thread = (tile_count(n_out) + n_threads - 1) / n_threads;
-    return std::clamp<int64_t>(per_thread / 4, 4, 64);
+int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles) {
+    const auto n = static_cast<int64_t>(ITEM_BYTES / tile_bytes(tiles.n_in, tiles.group));
+    return std::max<int64_t>(1, n / kernels.tiles_at_once) * kernels.tiles_at_once;
 }
 
 void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,

@@ -12,7 +12,6 @@
 #include <deque>
 #include <functional>
 #include <iterator>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -182,7 +181,7 @@ class Product {
         }
     }
 
-    void begin() { work_.emplace(); }
+    void begin() { work_.reset(); }
 
     void prepare(int ith, int nth) {
         const int64_t n_groups = layout_.n_groups;
@@ -200,11 +199,10 @@ class Product {
     }
 
     void multiply(int ith, int nth) {
-        const int64_t tiles = tile_count(matrix_.n_out());
-        const int64_t per_unit = tiles_per_unit(matrix_.n_out(), nth);
-        work_->run((tiles + per_unit - 1) / per_unit, ith, nth, [&](int64_t unit) {
-            const int64_t first = unit * per_unit;
-            multiply_panels(kernels_, matrix_.tiles(), first, std::min(first + per_unit, tiles), layout_,
+        const Tiles & tiles = matrix_.tiles();
+        const int64_t per_item = tiles_per_item(kernels_, tiles);
+        work_.run((tiles.count() + per_item - 1) / per_item, ith, nth, [&](int64_t begin, int64_t end) {
+            multiply_panels(kernels_, tiles, begin * per_item, std::min(end * per_item, tiles.count()), layout_,
                             quantized_.get(), panels_.n_cols, outputs_.data());
         });
     }
@@ -219,7 +217,7 @@ class Product {
     std::vector<float> y_;
     std::vector<const float *> columns_;
     std::vector<float *> outputs_;
-    std::optional<SharedWork> work_;
+    SharedWork work_;
 };
 
 }  // namespace

@@ -133,6 +133,7 @@ const char * probe_structures() {
     expect(graph->n_leafs == 4 && graph->use_counts != nullptr && graph->visited_hash_set.keys != nullptr,
            "another graph layout");
     expect(graph->visited_hash_set.size >= 6, "another graph layout");
+    expect(!g_host.has_graph_uids || graph->uid == 0, "another graph layout");
 
     const ggml_type_traits * traits = g_host.ggml_get_type_traits(GGML_TYPE_Q8_0);
     expect(traits->blck_size == 32 && traits->type_size == 34 && traits->is_quantized &&
@@ -176,6 +177,7 @@ bool connect(void * library, std::string & error) {
         error = not_understood("without the operation " + missing);
         return false;
     }
+    g_host.has_graph_uids = dlsym(library, "ggml_graph_next_uid") != nullptr;
     if (const char * wrong = probe_structures()) {
         error = not_understood(wrong);
         return false;
