@@ -77,9 +77,9 @@ struct Items {
     int64_t per_item;
     int64_t count;
 
-    explicit Items(const Tiles & matrix)
-        : tiles(matrix.count()), per_item(tiles_per_item(kernels(), matrix)), count((tiles + per_item - 1) / per_item) {
-    }
+    Items(const Tiles & matrix, int64_t n_cols)
+        : tiles(matrix.count()), per_item(tiles_per_item(kernels(), matrix, n_cols)),
+          count((tiles + per_item - 1) / per_item) {}
 
     int64_t tile(int64_t item) const { return std::min(item * per_item, tiles); }
 };
@@ -93,7 +93,7 @@ struct Product {
     int64_t first_item;  // among those of its group
 
     Product(const Multiplication & task, int64_t slice, int64_t first_item)
-        : task(task), slice(slice), matrix(matrix_of_slice(task.node, slice)), items(matrix.tiles),
+        : task(task), slice(slice), matrix(matrix_of_slice(task.node, slice)), items(matrix.tiles, task.node->ne[1]),
           first_item(first_item) {}
 
   private:
@@ -269,7 +269,7 @@ void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
         }
     }
 
-    const Items items(WeightMatrix(w, 0, 0).tiles);
+    const Items items(WeightMatrix(w, 0, 0).tiles, ids->ne[0] * ids->ne[1] / n_experts);  // as if chosen evenly
     thread_local Columns columns;
     thread_local std::vector<const uint8_t *> in;
     thread_local std::vector<uint8_t> panels;

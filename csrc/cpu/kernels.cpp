@@ -25,8 +25,9 @@ namespace {
 constexpr size_t BLOCK_BYTES = 16 * 1024;
 constexpr size_t PANEL_BYTES = 128 * 1024;
 
-// What a thread reads in a microsecond or two of decode.
+// What a thread reads in a microsecond or two of decode. More panels take their time over a few tiles.
 constexpr size_t ITEM_BYTES = 16 * 1024;
+constexpr int64_t MAX_ITEM_OF_PANELS = 4;
 
 // Interleaves the parts [begin, end) of columns, PART bytes each: panel[part][c] = columns[c][part]. `offset`: in a column.
 template <int PART>
@@ -238,8 +239,11 @@ void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, f
     dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), tiles.n_in, tiles.group, weights);
 }
 
-int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles) {
-    const auto n = static_cast<int64_t>(ITEM_BYTES / tile_bytes(tiles.n_in, tiles.group));
+int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles, int64_t n_cols) {
+    auto n = static_cast<int64_t>(ITEM_BYTES / tile_bytes(tiles.n_in, tiles.group));
+    if (n_cols > kernels.max_columns) {
+        n = std::min(n, MAX_ITEM_OF_PANELS);
+    }
     return std::max<int64_t>(1, n / kernels.tiles_at_once) * kernels.tiles_at_once;
 }
 

@@ -107,8 +107,8 @@ void multiply_panels(const Kernels & kernels, const Tiles & tiles, int64_t tile_
 // One row as floats.
 void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, float * weights);
 
-// Tiles that threads take together at least: so many that taking them does not cost.
-int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles);
+// Tiles that threads take together at least, where they meet so many columns: so many that taking them does not cost.
+int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles, int64_t n_cols);
 
 // Deals columns that lie anywhere, each a panel of its own, out to `panels`: n_cols * layout.bytes.
 void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
