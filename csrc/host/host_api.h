@@ -67,8 +67,8 @@ struct HostApi {
     ggml_op op_reshape{};
     ggml_op op_permute{};
     ggml_op op_transpose{};
-    bool knows_q2_0 = false;  // whether type 42 is the host's own
-    bool has_graph_uids = false;
+    bool knows_q2_0 = false;      // whether type 42 is the host's own
+    bool has_graph_uids = false;  // whether graphs that are the same can be told by ggml_cgraph::uid
 };
 
 // Resolves and checks the host whose code contains `caller`. On failure returns nullptr and puts one line, without a
