@@ -31,6 +31,10 @@ def started(script: str) -> subprocess.Popen[bytes]:
     return process
 
 
+def child_of(process: subprocess.Popen[bytes]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii"))
+
+
 def test_exit_codes_and_output_come_through() -> None:
     result = run(SHELL, "-c", "echo out; echo err >&2; exit 7")
     assert (result.returncode, result.stdout, result.stderr) == (7, "out\n", "err\n")
@@ -56,7 +60,7 @@ def test_a_stop_is_passed_on(number: signal.Signals) -> None:
 
 
 def test_what_a_stop_ends_has_stopped() -> None:
-    """While it loads a model, llama-server catches no signal; told a second time, it exits with 1."""
+    """While it loads a model, llama-server catches no signal; told twice, it exits with 1 or aborts."""
     aborting = OBEDIENT.replace("exit 5", "ulimit -c 0; kill -ABRT $$")
     for script in ("echo ready; exec sleep 60", OBEDIENT.replace("exit 5", "exit 1"), aborting):
         with started(script) as process:
@@ -79,11 +83,11 @@ def test_the_deaf_are_ended() -> None:
 
 def test_it_takes_the_other_with_it() -> None:
     with started(DEAF) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
+        child = child_of(process)
         process.kill()
         assert process.wait(30) == -signal.SIGKILL
         for _ in range(200):
-            if not Path(f"/proc/{int(children)}/exe").exists():
+            if not Path(f"/proc/{child}/exe").exists():
                 break
             time.sleep(0.05)
         else:
@@ -119,7 +123,7 @@ def test_ctrl_z_and_on_again() -> None:
         pytest.fail(f"{state(process.pid)} and {state(child)}, not {states}")
 
     with started(OBEDIENT) as process:
-        child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii"))
+        child = child_of(process)
         process.send_signal(signal.SIGTSTP)
         wait_for("T")
         process.send_signal(signal.SIGCONT)

@@ -71,19 +71,6 @@ struct WeightMatrix {
     }
 };
 
-// What threads share of a matrix that meets columns: items of some tiles each.
-struct Items {
-    int64_t tiles;
-    int64_t per_item;
-    int64_t count;
-
-    Items(const Tiles & matrix, int64_t n_cols)
-        : tiles(matrix.count()), per_item(tiles_per_item(kernels(), matrix, n_cols)),
-          count((tiles + per_item - 1) / per_item) {}
-
-    int64_t tile(int64_t item) const { return std::min(item * per_item, tiles); }
-};
-
 // A matrix that meets the columns of a slice. It serves x->ne[2] / w->ne[2] slices (grouped heads).
 struct Product {
     Multiplication task;
@@ -93,8 +80,8 @@ struct Product {
     int64_t first_item;  // among those of its group
 
     Product(const Multiplication & task, int64_t slice, int64_t first_item)
-        : task(task), slice(slice), matrix(matrix_of_slice(task.node, slice)), items(matrix.tiles, task.node->ne[1]),
-          first_item(first_item) {}
+        : task(task), slice(slice), matrix(matrix_of_slice(task.node, slice)),
+          items(kernels(), matrix.tiles, task.node->ne[1]), first_item(first_item) {}
 
   private:
     static WeightMatrix matrix_of_slice(const ggml_tensor * node, int64_t slice) {
@@ -269,7 +256,8 @@ void multiply_experts(ggml_tensor *, int ith, int nth, void * data) {
         }
     }
 
-    const Items items(WeightMatrix(w, 0, 0).tiles, ids->ne[0] * ids->ne[1] / n_experts);  // as if chosen evenly
+    const int64_t n_cols = ids->ne[0] * ids->ne[1] / n_experts;  // as if chosen evenly
+    const Items items(kernels(), WeightMatrix(w, 0, 0).tiles, n_cols);
     thread_local Columns columns;
     thread_local std::vector<const uint8_t *> in;
     thread_local std::vector<uint8_t> panels;

@@ -239,12 +239,13 @@ void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, f
     dequantize_tile_row(tile, static_cast<int>(row % TILE_ROWS), tiles.n_in, tiles.group, weights);
 }
 
-int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles, int64_t n_cols) {
-    auto n = static_cast<int64_t>(ITEM_BYTES / tile_bytes(tiles.n_in, tiles.group));
+Items::Items(const Kernels & kernels, const Tiles & matrix, int64_t n_cols) : tiles(matrix.count()) {
+    auto n = static_cast<int64_t>(ITEM_BYTES / tile_bytes(matrix.n_in, matrix.group));
     if (n_cols > kernels.max_columns) {
         n = std::min(n, MAX_ITEM_OF_PANELS);
     }
-    return std::max<int64_t>(1, n / kernels.tiles_at_once) * kernels.tiles_at_once;
+    per_item = std::max<int64_t>(1, n / kernels.tiles_at_once) * kernels.tiles_at_once;
+    count = (tiles + per_item - 1) / per_item;
 }
 
 void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,

@@ -13,6 +13,7 @@
 #include "../format/hadamard.h"
 #include "tiles.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -107,8 +108,17 @@ void multiply_panels(const Kernels & kernels, const Tiles & tiles, int64_t tile_
 // One row as floats.
 void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, float * weights);
 
-// Tiles that threads take together at least, where they meet so many columns: so many that taking them does not cost.
-int64_t tiles_per_item(const Kernels & kernels, const Tiles & tiles, int64_t n_cols);
+// What threads share of a matrix that meets n_cols columns: items of some tiles each, so many that taking one does not cost.
+struct Items {
+    int64_t tiles;
+    int64_t per_item;
+    int64_t count;
+
+    Items(const Kernels & kernels, const Tiles & matrix, int64_t n_cols);
+
+    // The first tile of an item; behind the last item, the number of tiles.
+    int64_t tile(int64_t item) const { return std::min(item * per_item, tiles); }
+};
 
 // Deals columns that lie anywhere, each a panel of its own, out to `panels`: n_cols * layout.bytes.
 void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,

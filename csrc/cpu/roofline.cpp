@@ -199,11 +199,10 @@ class Product {
     }
 
     void multiply(int ith, int nth) {
-        const Tiles & tiles = matrix_.tiles();
-        const int64_t per_item = tiles_per_item(kernels_, tiles, panels_.n_cols);
-        work_.run((tiles.count() + per_item - 1) / per_item, ith, nth, [&](int64_t begin, int64_t end) {
-            multiply_panels(kernels_, tiles, begin * per_item, std::min(end * per_item, tiles.count()), layout_,
-                            quantized_.get(), panels_.n_cols, outputs_.data());
+        const Items items(kernels_, matrix_.tiles(), panels_.n_cols);
+        work_.run(items.count, ith, nth, [&](int64_t begin, int64_t end) {
+            multiply_panels(kernels_, matrix_.tiles(), items.tile(begin), items.tile(end), layout_, quantized_.get(),
+                            panels_.n_cols, outputs_.data());
         });
     }
 
