@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 
 # A llama-cpp-python without libraries of its own, as `make test` installs it, gets ours.
 os.environ.update(host.library_variables())

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ggml_tern.convert.vocab import Vocab
+from ggml_tern.convert.model.vocab import Vocab
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]

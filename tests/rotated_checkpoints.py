@@ -24,7 +24,7 @@ from convert_models import (
     write_json,
 )
 from ggml_tern import _core
-from ggml_tern.gguf_files.reader import GGUFSource
+from ggml_tern.gguf.reader import GGUFSource
 from rotated_files import Rotation, random_signs
 
 F32 = npt.NDArray[np.float32]

@@ -19,7 +19,7 @@ from gguf import GGUFValueType
 
 import rotated_files
 from ggml_tern import _core
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 from reference import formats as ref
 from reference import gguf_files, one_op
 from reference.one_op import Op

@@ -20,11 +20,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ggml_tern.cli import cli
+from ggml_tern import plots
+from ggml_tern.bench import llama_bench as bench
+from ggml_tern.bench import server as bench_server
+from ggml_tern.bench.report import Grid, Report, as_markdown
+from ggml_tern.bench.server import Answer, Level
+from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
-from ggml_tern.runtime import bench, bench_server, plan, plots
-from ggml_tern.runtime.bench_report import Grid, Report, as_markdown
-from ggml_tern.runtime.bench_server import Answer, Level
+from ggml_tern.plan import planning as plan
 from llama_server import LLAMA_SERVER, TERN, TINY, Server, free_port, serving
 from test_plan import PQ2_0, Q2_0, Q8_0, decoder_header, hybrid_header
 

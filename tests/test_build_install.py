@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -104,7 +104,7 @@ USE_BINDINGS = """
 import json, os, sys
 import ggml_tern
 if sys.argv[1] == "mtmd first":
-    os.environ.update(ggml_tern.runtime.host.library_variables())
+    os.environ.update(ggml_tern.host.stock.library_variables())
     import llama_cpp.mtmd_cpp
 ggml_tern.enable()
 import llama_cpp.llama_cpp as host

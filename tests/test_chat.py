@@ -17,14 +17,14 @@ from typing import IO, Any
 import pexpect
 import pytest
 
+from ggml_tern.chat.client import Chunk, ContextFullError, LlamaClient, UnixConnection, connect_to
+from ggml_tern.chat.conversation import Conversation
+from ggml_tern.chat.prompt import question_of
+from ggml_tern.chat.server import local_server
+from ggml_tern.chat.session import server_options
+from ggml_tern.chat.view import AnswerWriter
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
-from ggml_tern.runtime.chat import Conversation
-from ggml_tern.runtime.chat_client import Chunk, ContextFullError, LlamaClient, UnixConnection, connect_to
-from ggml_tern.runtime.chat_prompt import question_of
-from ggml_tern.runtime.chat_server import local_server
-from ggml_tern.runtime.chat_session import server_options
-from ggml_tern.runtime.chat_view import AnswerWriter
+from ggml_tern.gguf.reader import GGUFSource
 from llama_server import LLAMA_SERVER, ROOT, TERN, TINY, Server, serving
 
 HYBRID = ROOT / "models" / "tiny-qwen35" / "tiny-qwen35-ptq1_0.gguf"

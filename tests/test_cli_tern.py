@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ggml_tern.errors import TernError
-from ggml_tern.runtime import host
-from ggml_tern.runtime.run import bundled_programs, find_program
+from ggml_tern.host import stock as host
+from ggml_tern.host.run import bundled_programs, find_program
 
 TERN = str(Path(sys.executable).parent / "tern")
 
@@ -68,7 +68,7 @@ def test_env_quotes_for_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     from click.testing import CliRunner
 
-    from ggml_tern.cli import cli
+    from ggml_tern.cli.tern import cli
 
     printed = CliRunner().invoke(cli, ["env"]).stdout
     script = printed + 'printf "%s" "$GGML_BACKEND_PATH"'
@@ -256,7 +256,7 @@ def test_doctor_repeats_what_a_host_says(tmp_path: Path) -> None:
     damaged = package / "lib" / host.PLUGIN_NAME
     damaged.write_text("no library\n")
     script = (
-        "import sys; from pathlib import Path; from ggml_tern.runtime import doctor, host\n"
+        "import sys; from pathlib import Path; from ggml_tern.host import doctor, stock as host\n"
         "for module in (doctor, host): module.install_dir = lambda: Path(sys.argv[1])\n"
         "print(doctor.check_host(Path(sys.argv[1]) / 'llama.cpp' / 'llama-server').found)"
     )

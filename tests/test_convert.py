@@ -33,7 +33,7 @@ from convert_models import (
 )
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.targets import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType, TypeChoice
+from ggml_tern.convert.quantize.targets import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType, TypeChoice
 from ggml_tern.errors import TernError
 from reference import formats
 from reference.small_disk import in_small_tmpfs

@@ -32,16 +32,16 @@ from convert_models import (
     write_weights,
 )
 from ggml_tern import _core
-from ggml_tern.convert.architectures import REGISTRY, find_architecture
-from ggml_tern.convert.architectures.base import Architecture, Role
-from ggml_tern.convert.architectures.config import Config
-from ggml_tern.convert.architectures.decoder import interleaved_heads
-from ggml_tern.convert.architectures.qwen35 import tiled_heads
-from ggml_tern.convert.architectures.rope import Rope
-from ggml_tern.convert.checkpoint import Checkpoint
+from ggml_tern.convert.model.architectures import REGISTRY, find_architecture
+from ggml_tern.convert.model.architectures.base import Architecture, Role
+from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.model.architectures.decoder import interleaved_heads
+from ggml_tern.convert.model.architectures.qwen35 import tiled_heads
+from ggml_tern.convert.model.architectures.rope import Rope
+from ggml_tern.convert.model.sources import find_sources
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.sources import find_sources
-from ggml_tern.convert.targets import Q8_0, TypeChoice
+from ggml_tern.convert.quantize.targets import Q8_0, TypeChoice
+from ggml_tern.convert.read.checkpoint import Checkpoint
 from ggml_tern.errors import TernError
 
 F64 = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 from convert_models import llama_dir, write_json, write_weights
-from ggml_tern.convert.cli import main
+from ggml_tern.cli.ternconv import main
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from safetensors import TensorSpec, serialize_file
 from safetensors.numpy import save_file
 
 from convert_models import llama_config, random_tensors, write_json, write_weights
-from ggml_tern.convert.checkpoint import Checkpoint
+from ggml_tern.convert.read.checkpoint import Checkpoint
 from ggml_tern.errors import TernError
 
 

@@ -46,9 +46,19 @@ from convert_models import (
 )
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.targets import F32, PQ2_0, PTQ1_0, Q2_0, Q8_0, TQ2_0, Keep, TensorType, TypeChoice
-from ggml_tern.runtime import host
-from ggml_tern.runtime.run import find_program
+from ggml_tern.convert.quantize.targets import (
+    F32,
+    PQ2_0,
+    PTQ1_0,
+    Q2_0,
+    Q8_0,
+    TQ2_0,
+    Keep,
+    TensorType,
+    TypeChoice,
+)
+from ggml_tern.host import stock as host
+from ggml_tern.host.run import find_program
 from reference import gguf_bytes, gguf_files, in_llama, tool
 
 check_hosts = tool("check_hosts")

@@ -25,8 +25,8 @@ from convert_models import (
     write_vocab_gguf,
 )
 from ggml_tern import _core
-from ggml_tern.convert.cli import main
-from ggml_tern.convert.vocab import Vocab, read_vocab
+from ggml_tern.cli.ternconv import main
+from ggml_tern.convert.model.vocab import Vocab, read_vocab
 from ggml_tern.errors import TernError
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|turn|>", "<|other|>", "<|third|>", "<|eom_id|>", "<|endoftext|>")

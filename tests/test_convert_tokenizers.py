@@ -36,8 +36,8 @@ from convert_models import (
     write_vocab_gguf,
 )
 from ggml_tern import _core
-from ggml_tern.convert.sentencepiece_model import BPE, Model
-from ggml_tern.convert.vocab import Vocab, read_vocab
+from ggml_tern.convert.model.vocab import Vocab, read_vocab
+from ggml_tern.convert.read.sentencepiece_model import BPE, Model
 from reference import ROOT, tool
 
 N_LINES = 2000

@@ -14,10 +14,9 @@ from click.testing import CliRunner
 
 from convert_models import llama_config, llama_dir, random_tensors, write_json, write_weights
 from ggml_tern import _core
-from ggml_tern.convert.cli import main as ternconv
+from ggml_tern.cli.ternconv import main as ternconv
 from ggml_tern.convert.pipeline import Report, convert
-from ggml_tern.convert.summary import smells, ternary_notes
-from ggml_tern.convert.targets import (
+from ggml_tern.convert.quantize.targets import (
     BF16,
     F32,
     PQ2_0,
@@ -32,8 +31,9 @@ from ggml_tern.convert.targets import (
     TensorType,
     TypeChoice,
 )
+from ggml_tern.convert.summary import smells, ternary_notes
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
+from ggml_tern.gguf.reader import GGUFSource
 
 F32Array = npt.NDArray[np.float32]
 Scales = Callable[[np.random.Generator, tuple[int, int]], F32Array]

@@ -33,8 +33,8 @@ from convert_models import (
     write_json,
     write_sentencepiece,
 )
-from ggml_tern.convert.sentencepiece_model import Model
-from ggml_tern.convert.vocab import Vocab, read_vocab
+from ggml_tern.convert.model.vocab import Vocab, read_vocab
+from ggml_tern.convert.read.sentencepiece_model import Model
 from ggml_tern.errors import TernError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (

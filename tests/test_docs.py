@@ -18,10 +18,11 @@ from markdown.extensions.toc import slugify
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from ggml_tern import cli
-from ggml_tern.convert import cli as ternconv
-from ggml_tern.runtime import host, server_config
-from ggml_tern.runtime.run import bundled_programs
+from ggml_tern.cli import tern as cli
+from ggml_tern.cli import ternconv
+from ggml_tern.host import stock as host
+from ggml_tern.host.run import bundled_programs
+from ggml_tern.serve import config as server_config
 from reference import ROOT, tool
 
 DOCS = ROOT / "docs"

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ggml_tern.gguf_files.digest import hash_all, hash_tensors
-from ggml_tern.gguf_files.inspect import describe
-from ggml_tern.gguf_files.reader import GGUFSource
-from ggml_tern.gguf_files.repack import TARGETS, repack
+from ggml_tern.gguf.digest import hash_all, hash_tensors
+from ggml_tern.gguf.inspection import describe
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.gguf.repacking import TARGETS, repack
 from reference import formats as ref
 from reference import gguf_files as files
 from test_format_codecs import random_ternary

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from ggml_tern import _core
-from ggml_tern.convert.targets import FILE_TYPES
+from ggml_tern.convert.quantize.targets import FILE_TYPES
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
-from ggml_tern.gguf_files.repack import TARGETS, Report, repack
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.gguf.repacking import TARGETS, Report, repack
 from reference import formats as ref
 from reference import gguf_files as files
 from reference import tool

@@ -15,7 +15,7 @@ import pytest
 from fuzz.make_corpus import seeds
 from ggml_tern import _core
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
+from ggml_tern.gguf.reader import GGUFSource
 from reference import formats as ref
 from reference import gguf_files as files
 from test_format_codecs import random_ternary

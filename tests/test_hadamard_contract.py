@@ -24,7 +24,7 @@ import pytest
 from gguf import GGUFValueType as Kind
 
 from ggml_tern import _core
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 from reference import formats as ref
 from reference import gguf_bytes, gguf_files, tool
 from reference.one_op import in_new_process

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ggml_tern.runtime.host import llama_cpp_dir, plugin_path
+from ggml_tern.host.stock import llama_cpp_dir, plugin_path
 
 FAKE_HOST = Path(__file__).parent / "fake_host.c"
 PRINT_VERSION = """

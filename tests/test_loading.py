@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 from reference import gguf_bytes, in_llama, tool
 
 synthetic = tool("make_synthetic")

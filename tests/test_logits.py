@@ -206,7 +206,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
     hf_dir = Path(made.stdout.strip().splitlines()[-1])
     out = tmp_path_factory.mktemp("gemma") / "gemma-ptq1_0.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_tern.convert.cli", hf_dir, out], check=True)
+    subprocess.run([sys.executable, "-m", "ggml_tern.cli.ternconv", hf_dir, out], check=True)
     return hf_dir, out
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from convert_models import mixed_lines, tokens_in_llama_cpp
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.targets import Q8_0, TypeChoice
+from ggml_tern.convert.quantize.targets import Q8_0, TypeChoice
 from reference import tool
 
 make_hf_dir = tool("make_hf_dir")

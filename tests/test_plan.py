@@ -20,10 +20,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ggml_tern.cli import cli
+from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
-from ggml_tern.runtime import host
-from ggml_tern.runtime.plan import (
+from ggml_tern.host import stock as host
+from ggml_tern.plan.planning import (
     KV_TYPES,
     attention_scratch,
     decode_bytes,
@@ -336,7 +336,7 @@ def test_tiles_of_odd_shapes(tmp_path: Path, rng: np.random.Generator) -> None:
     n_out, groups = int(rng.integers(1, 40)), int(rng.integers(1, 9))
     header = decoder_header("llama", 1)
     header.add(PTQ1_0, blk__0__odd=(n_out, groups * 128))
-    from ggml_tern.gguf_files.reader import GGUFSource
+    from ggml_tern.gguf.reader import GGUFSource
 
     tensor = GGUFSource(header.write(tmp_path / "m.gguf")).tensors["blk.0.odd.weight"]
     tile = -(-(8 * groups * 128 // 4 + 8 * groups * 2) // 64) * 64

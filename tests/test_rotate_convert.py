@@ -18,16 +18,16 @@ from click.testing import CliRunner
 import rotated_files
 from convert_models import gemma3_dir, llama_dir, write_json
 from ggml_tern import _core
-from ggml_tern.convert.cli import main
-from ggml_tern.convert.lora import Adapter
-from ggml_tern.convert.models import open_model
+from ggml_tern.cli.ternconv import main
+from ggml_tern.convert.model.models import open_model
 from ggml_tern.convert.pipeline import Report, convert
-from ggml_tern.convert.rotation import RotationChoice, random_signs
-from ggml_tern.convert.targets import F16, F32, PQ2_0, PTQ1_0, TQ2_0, Keep, TypeChoice
+from ggml_tern.convert.quantize.targets import F16, F32, PQ2_0, PTQ1_0, TQ2_0, Keep, TypeChoice
+from ggml_tern.convert.read.lora import Adapter
+from ggml_tern.convert.rotate.rotation import RotationChoice, random_signs
 from ggml_tern.convert.verify import Verdict, verify
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
-from ggml_tern.gguf_files.repack import unrotate
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.gguf.repacking import unrotate
 from reference import formats as ref
 from rotated_checkpoints import (
     CONFIGS,

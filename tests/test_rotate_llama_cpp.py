@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.rotation import RotationChoice, random_signs
-from ggml_tern.convert.targets import PQ2_0, PTQ1_0, TypeChoice
-from ggml_tern.gguf_files.reader import HADAMARD, GGUFSource
-from ggml_tern.gguf_files.repack import unrotate
+from ggml_tern.convert.quantize.targets import PQ2_0, PTQ1_0, TypeChoice
+from ggml_tern.convert.rotate.rotation import RotationChoice, random_signs
+from ggml_tern.gguf.reader import HADAMARD, GGUFSource
+from ggml_tern.gguf.repacking import unrotate
 from reference import tool
 from rotated_checkpoints import is_matrix
 from rotated_files import Rotation

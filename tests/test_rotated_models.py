@@ -17,7 +17,7 @@ import pytest
 
 import rotated_files
 from ggml_tern import _core
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 from reference import formats as ref
 from reference import gguf_files, in_llama, tool
 from reference.one_op import in_new_process

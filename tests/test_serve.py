@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ggml_tern.cli import cli
+from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
-from ggml_tern.runtime import plan as planning
-from ggml_tern.runtime.serve_options import SPELLINGS
-from ggml_tern.runtime.serve_supervisor import SECONDS_TO_STOP
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.plan import planning
+from ggml_tern.serve.options import SPELLINGS
+from ggml_tern.serve.supervisor import SECONDS_TO_STOP
 from llama_server import ROOT, TERN, TERN_SERVE, TINY, Server, serving
 from reference import tool
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_tern.errors import TernError
-from ggml_tern.runtime import serve_options
-from ggml_tern.runtime.server_config import Config, keys, read
+from ggml_tern.serve import options as serve_options
+from ggml_tern.serve.config import Config, keys, read
 from llama_server import ROOT
 
 WRITE_UP = """

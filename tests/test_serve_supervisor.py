@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ggml_tern.runtime import serve_supervisor
+from ggml_tern.serve import supervisor
 
-SUPERVISE = (sys.executable, "-IS", serve_supervisor.__file__)
+SUPERVISE = (sys.executable, "-IS", supervisor.__file__)
 SHELL = "/bin/sh"
 DEAF = "trap '' TERM INT; echo ready; while :; do sleep 0.1; done"
 OBEDIENT = "trap 'exit 5' TERM; echo ready; while :; do sleep 0.1; done"
@@ -73,12 +73,12 @@ def test_the_deaf_are_ended() -> None:
         began = time.monotonic()
         process.terminate()
         assert process.wait(30) == 0
-        assert time.monotonic() - began >= serve_supervisor.SECONDS_TO_STOP
+        assert time.monotonic() - began >= supervisor.SECONDS_TO_STOP
     with started(DEAF) as process:
         process.terminate()
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(serve_supervisor.SECONDS_TO_STOP) == 0
+        assert process.wait(supervisor.SECONDS_TO_STOP) == 0
 
 
 def test_it_takes_the_other_with_it() -> None:

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from ggml_tern import _core
-from ggml_tern.convert.targets import PTQ1_0
+from ggml_tern.convert.quantize.targets import PTQ1_0
 from reference import tool
 
 synthetic = tool("make_synthetic")

@@ -33,7 +33,7 @@ from safetensors import TensorSpec, serialize_file
 import ggml_tern
 import make_synthetic as synthetic
 from benchmarking import memory_of_tree
-from ggml_tern.gguf_files.reader import GGUFSource
+from ggml_tern.gguf.reader import GGUFSource
 
 ROOT = Path(__file__).resolve().parents[1]
 

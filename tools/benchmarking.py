@@ -15,8 +15,8 @@ from typing import NamedTuple
 import click
 
 import ggml_tern
-from ggml_tern.runtime import host
-from ggml_tern.runtime.bench import memory_of
+from ggml_tern.bench.llama_bench import memory_of
+from ggml_tern.host import stock as host
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -52,7 +52,7 @@ I32 = npt.NDArray[np.int32]
 # Loads the header without data and reserves the graphs of a context, as llama.cpp does to fit a model.
 DRY_LOAD = """
 import sys
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 host.enable()
 import llama_cpp.llama_cpp as lib
 

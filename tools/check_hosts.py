@@ -39,7 +39,7 @@ import click
 
 from ggml_tern import __version__
 from ggml_tern.errors import TernError
-from ggml_tern.runtime.host import plugin_path
+from ggml_tern.host.stock import plugin_path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("TERN_CACHE_DIR") or "~/.cache/ggml-tern").expanduser().absolute()

@@ -29,9 +29,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from bench_convert import Converter, write_bfloat16_file
 from ggml_tern import _core
-from ggml_tern.convert.architectures import Role, TensorSpec
-from ggml_tern.convert.architectures.config import Config
-from ggml_tern.convert.architectures.qwen35 import Qwen35
+from ggml_tern.convert.model.architectures import Role, TensorSpec
+from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.model.architectures.qwen35 import Qwen35
 from make_synthetic import cache_dir
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,8 @@ import click
 from rich.console import Console
 
 from benchmarking import ROOT, markdown, synthetic
-from ggml_tern.runtime import bench, plan
+from ggml_tern.bench import llama_bench as bench
+from ggml_tern.plan import planning as plan
 
 sys.path.insert(0, str(ROOT / "tests"))
 from llama_server import LLAMA_SERVER, serving

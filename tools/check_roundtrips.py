@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource
-from ggml_tern.gguf_files.repack import transcoded
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.gguf.repacking import transcoded
 
 PQ2_0, PTQ1_0 = _core.TYPE_PQ2_0, _core.TYPE_PTQ1_0
 BLOCK = 128

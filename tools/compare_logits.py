@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ggml_tern import _core
-from ggml_tern.convert.architectures import Role, TensorSpec
-from ggml_tern.convert.targets import Target, type_by_id
-from ggml_tern.convert.ternarize import Piece, Stats
-from ggml_tern.convert.writer import OutputFile
+from ggml_tern.convert.model.architectures import Role, TensorSpec
+from ggml_tern.convert.quantize.targets import Target, type_by_id
+from ggml_tern.convert.quantize.ternarize import Piece, Stats
+from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
 
 F32 = npt.NDArray[np.float32]
@@ -89,7 +89,7 @@ def _ask_host(request: dict[str, Any]) -> bytes:
 def _serve_one_request(answer: Path) -> None:
     request = json.load(sys.stdin)
     serving = Serving(**request["serving"])
-    from ggml_tern.runtime import host
+    from ggml_tern.host import stock as host
 
     if serving.plugin:
         host.enable()

@@ -32,8 +32,8 @@ from benchmarking import ROOT, markdown, out_option, write_report
 from compare_logits import host_tokens
 from ggml_tern import _core
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import HADAMARD
-from ggml_tern.runtime import host
+from ggml_tern.gguf.reader import HADAMARD
+from ggml_tern.host import stock as host
 
 WINDOW = 256
 TYPES = ("pq2_0", "ptq1_0")

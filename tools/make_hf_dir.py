@@ -31,9 +31,9 @@ import numpy as np
 from safetensors import TensorSpec as StoredSpec
 from safetensors import serialize_file
 
-from ggml_tern.convert.architectures import REGISTRY
-from ggml_tern.convert.architectures.config import Config
-from ggml_tern.convert.sentencepiece_model import BPE, Model
+from ggml_tern.convert.model.architectures import REGISTRY
+from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.read.sentencepiece_model import BPE, Model
 
 SPACE = "▁"
 

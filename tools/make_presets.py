@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from ggml_tern.runtime import plan as planning
+from ggml_tern.plan import planning
 from make_synthetic import with_layers, write_header_only
 
 FOLDER = Path(__file__).resolve().parents[1] / "models" / "presets"

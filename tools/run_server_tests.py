@@ -26,7 +26,7 @@ import click
 from benchmarking import ROOT, markdown, out_option, write_report
 from build_llama_cpp import Layout
 from demo import free_port
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 
 TERNARY = ROOT / "models" / "tiny-qwen3" / "tiny-qwen3-ptq1_0.gguf"
 #: A test of upstream waits for an answer for 10 minutes.

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ggml_tern.errors import TernError
-from ggml_tern.runtime.host import enable
+from ggml_tern.host.stock import enable
 
 if TYPE_CHECKING:
     from ggml_tern.llama import Llama as Llama

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ggml_tern.errors import TernError
-from ggml_tern.runtime.host import enable
+from ggml_tern.host.stock import enable
 
 
 def main() -> None:

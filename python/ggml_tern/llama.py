@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from ggml_tern.runtime.host import enable
+from ggml_tern.host.stock import enable
 
 # Before llama_cpp is imported, which may need to be told where its libraries are.
 enable()

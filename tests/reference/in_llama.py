@@ -266,7 +266,7 @@ def crash() -> None:
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    from ggml_tern.runtime import host
+    from ggml_tern.host import stock as host
 
     if request["plugin"]:
         host.enable()

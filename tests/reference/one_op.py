@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ggml_tern.runtime import host
+from ggml_tern.host import stock as host
 
 Answer = TypeVar("Answer")
 

@@ -15,11 +15,21 @@ import numpy as np
 
 from ggml_tern import _core
 from ggml_tern.atomic_file import check_output
-from ggml_tern.convert.architectures import Role
-from ggml_tern.convert.lora import Adapter
-from ggml_tern.convert.models import InputModel, open_model
-from ggml_tern.convert.rotated_ternary import find_rotation, folded, is_plain_ternary, snaps
-from ggml_tern.convert.rotation import (
+from ggml_tern.convert.model.architectures import Role
+from ggml_tern.convert.model.models import InputModel, open_model
+from ggml_tern.convert.quantize.targets import (
+    F16,
+    FILE_TYPES,
+    Target,
+    TypeChoice,
+    check_choice,
+    choose_target,
+    type_by_id,
+)
+from ggml_tern.convert.quantize.ternarize import Stats, encode, is_ternary
+from ggml_tern.convert.read.lora import Adapter
+from ggml_tern.convert.rotate.rotated_ternary import find_rotation, folded, is_plain_ternary, snaps
+from ggml_tern.convert.rotate.rotation import (
     EMBEDDING,
     FOLDED_TYPES,
     RotationChoice,
@@ -29,17 +39,7 @@ from ggml_tern.convert.rotation import (
     kept_target,
     plan_rotation,
 )
-from ggml_tern.convert.targets import (
-    F16,
-    FILE_TYPES,
-    Target,
-    TypeChoice,
-    check_choice,
-    choose_target,
-    type_by_id,
-)
-from ggml_tern.convert.ternarize import Stats, encode, is_ternary
-from ggml_tern.convert.writer import OutputFile
+from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from ggml_tern.convert.architectures import Role
+from ggml_tern.convert.model.architectures import Role
 from ggml_tern.convert.pipeline import Report
-from ggml_tern.convert.targets import F32, Target, TensorType, kind_name
-from ggml_tern.convert.ternarize import Stats
+from ggml_tern.convert.quantize.targets import F32, Target, TensorType, kind_name
+from ggml_tern.convert.quantize.ternarize import Stats
 
 #: Shares of zeros between which trained ternary models lie.
 _USUAL_ZEROS = (0.2, 0.8)

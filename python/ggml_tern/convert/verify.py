@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ggml_tern import _core
-from ggml_tern.convert.architectures import TensorSpec
-from ggml_tern.convert.decoding import as_float32
-from ggml_tern.convert.lora import Adapter
-from ggml_tern.convert.models import open_model
-from ggml_tern.convert.rotated_ternary import Fold, folded, unit_roundoff
-from ggml_tern.convert.sources import Source
-from ggml_tern.convert.targets import GROUP_TYPES, Target, type_by_id
-from ggml_tern.convert.ternarize import Stats, encode, prepared_rows
+from ggml_tern.convert.model.architectures import TensorSpec
+from ggml_tern.convert.model.models import open_model
+from ggml_tern.convert.model.sources import Source
+from ggml_tern.convert.quantize.targets import GROUP_TYPES, Target, type_by_id
+from ggml_tern.convert.quantize.ternarize import Stats, encode, prepared_rows
+from ggml_tern.convert.read.decoding import as_float32
+from ggml_tern.convert.read.lora import Adapter
+from ggml_tern.convert.rotate.rotated_ternary import Fold, folded, unit_roundoff
 from ggml_tern.errors import TernError
-from ggml_tern.gguf_files.reader import GGUFSource, GGUFTensor, printable
+from ggml_tern.gguf.reader import GGUFSource, GGUFTensor, printable
 
 #: Weights compared at a time.
 _PIECE = 1 << 19

@@ -1,0 +1,1 @@
+"""``tern chat``: a llama-server of its own or a running one, and a conversation with it."""

@@ -1,0 +1,51 @@
+"""Stage 2, map: which tensors and metadata a model has. One class per family, behind a registry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggml_tern.convert.model.architectures.base import Architecture, Role, TensorSpec
+from ggml_tern.convert.model.architectures.bitnet import BitNet
+from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.model.architectures.gemma3 import Gemma3
+from ggml_tern.convert.model.architectures.llama import Llama, Mistral
+from ggml_tern.convert.model.architectures.qwen import Qwen2, Qwen3, Qwen3Moe
+from ggml_tern.convert.model.architectures.qwen35 import Qwen35
+from ggml_tern.convert.read.json_files import CONFIG_FILE
+from ggml_tern.errors import TernError
+
+if TYPE_CHECKING:
+    from ggml_tern.convert.read.checkpoint import Checkpoint
+
+#: config.json's `architectures` entry -> the class that serves it.
+REGISTRY: dict[str, type[Architecture]] = {
+    name: architecture
+    for architecture in (BitNet, Gemma3, Llama, Mistral, Qwen2, Qwen3, Qwen3Moe, Qwen35)
+    for name in architecture.hf_names
+}
+
+
+def find_architecture(checkpoint: Checkpoint, *, keep_mtp: bool = False) -> Architecture:
+    """The architecture of a checkpoint, with its configuration checked.
+
+    Args:
+        keep_mtp: convert the multi-token prediction head too.
+
+    Raises TernError naming the known architectures when it is none of them.
+    """
+    where = str(checkpoint.directory / CONFIG_FILE)
+    config = Config(checkpoint.config, where)
+    names = config.strings("architectures")
+    known = next((REGISTRY[name] for name in names if name in REGISTRY), None)
+    if known is None:
+        found = f"architecture {', '.join(names)}" if names else "no architecture"
+        raise TernError(f"{where}: {found} in architectures; ternconv knows {', '.join(sorted(REGISTRY))}")
+    architecture = known(config)
+    if keep_mtp:
+        architecture.keep_mtp_head()
+    left_out = {part for name in checkpoint.tensors if (part := architecture.part_left_out(name)) is not None}
+    architecture.notes += [f"{part} is left out" for part in sorted(left_out)]
+    return architecture
+
+
+__all__ = ["REGISTRY", "Architecture", "Role", "TensorSpec", "find_architecture"]

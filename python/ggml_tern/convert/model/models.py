@@ -1,0 +1,229 @@
+"""What can be converted: a Hugging Face model directory or a GGUF file, as tensors with their sources."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from yaml import YAMLError
+
+from ggml_tern import _core
+from ggml_tern.convert.model.architectures import Role, TensorSpec, find_architecture
+from ggml_tern.convert.model.architectures.bitnet import ACTIVATION_KEY, notes_on_squared_relu
+from ggml_tern.convert.model.sources import Source, find_sources
+from ggml_tern.convert.model.vocab import read_vocab
+from ggml_tern.convert.read.checkpoint import Checkpoint
+from ggml_tern.convert.read.lora import Adapter
+from ggml_tern.convert.rotate.hadamard_manifest import MANIFEST_FILE, apply_manifest, read_manifest
+from ggml_tern.convert.rotate.rotation import add_rotation_keys
+from ggml_tern.errors import TernError
+from ggml_tern.gguf.reader import (
+    LEGACY_NOTE,
+    SPLIT_COUNT,
+    SPLIT_NO,
+    SPLIT_TENSORS,
+    GGUFSource,
+    GGUFTensor,
+    Part,
+)
+
+#: What llama.cpp wants or is worth keeping in full precision, although it has several dimensions: routers,
+#: convolutions, and the small projections of state-space layers.
+_FULL_PRECISION = re.compile(
+    r"(.*\.)?(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|ssm_alpha|ssm_beta|ssm_ba|.*norm.*)"
+)
+
+
+class InputModel(ABC):
+    """A model to convert.
+
+    Attributes:
+        path: the directory or file.
+        arch: what llama.cpp calls the architecture.
+        specs: the tensors of the GGUF file to write, in file order.
+        sources: what each is made of, by its name.
+        tied: whether the embedding serves as head.
+        rotations: of the tensors that are stored in a rotated basis, by name.
+        value_heads: as `Architecture.value_heads`.
+        notes: one line for each thing that the user should know.
+    """
+
+    path: Path
+    arch: str
+    specs: list[TensorSpec]
+    sources: dict[str, list[Source]]
+    tied: bool
+    rotations: dict[str, _core.Rotation]
+    value_heads: tuple[int, int] | None
+    notes: list[str]
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """Every file that the conversion may read from: what an output must never overwrite."""
+
+    @abstractmethod
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        """Write all keys but those that tell the types."""
+
+    @abstractmethod
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        """One line for each thing to know if the tensors have these ggml type ids, by their names."""
+
+    @property
+    def n_weights(self) -> int:
+        return sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in self.specs)
+
+
+class HuggingFaceModel(InputModel):
+    """A model directory as the hub serves it: config.json, safetensors, a tokenizer."""
+
+    def __init__(self, path: Path, adapters: Sequence[Adapter] = (), *, keep_mtp: bool = False) -> None:
+        self.path = path
+        self._checkpoint = Checkpoint(path, adapters)
+        self._architecture = find_architecture(self._checkpoint, keep_mtp=keep_mtp)
+        self.arch = gguf.MODEL_ARCH_NAMES[self._architecture.model_arch]
+        self.specs = list(self._architecture.tensors())
+        self.rotations = {}
+        self.value_heads = self._architecture.value_heads
+        self.notes = [*self._checkpoint.notes, *self._architecture.notes]
+        manifest = path / MANIFEST_FILE
+        # A link to nothing is a download that did not end, and not a model without a manifest.
+        if manifest.exists() or manifest.is_symlink():
+            self._apply_manifest(manifest, adapters)
+        self.sources = find_sources(self._checkpoint, self._architecture, self.specs)
+        self.tied = self._architecture.tied
+
+    def _apply_manifest(self, path: Path, adapters: Sequence[Adapter]) -> None:
+        if self.arch not in _core.ROTATED_ARCHITECTURES:
+            raise TernError(
+                f"{path}: rotated weights are not defined for {self.arch}, only for "
+                f"{', '.join(_core.ROTATED_ARCHITECTURES)}"
+            )
+        if adapters:
+            raise TernError(
+                f"{path}: the weights are rotated, and a LoRA is of plain ones; give it to llama.cpp, whose "
+                "option is --lora too"
+            )
+        manifest = read_manifest(path)
+        self.specs, self.rotations = apply_manifest(manifest, self._architecture, self.specs)
+        self.notes.append(
+            f"{len(self.rotations)} tensors are stored rotated, in blocks of {manifest.block}, as "
+            f"{MANIFEST_FILE} says"
+        )
+
+    def files(self) -> list[Path]:
+        return self._checkpoint.files()
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        vocab = read_vocab(self.path, self._architecture.vocab_size)
+        self._add_general(writer)
+        self._architecture.add_metadata(writer)
+        vocab.add_to(writer)
+        if self.rotations:
+            add_rotation_keys(writer, self.rotations, [spec.name for spec in self.specs])
+        self.notes += vocab.notes
+
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        return self._architecture.notes_for(types)
+
+    def _add_general(self, writer: gguf.GGUFWriter) -> None:
+        """The general.* keys: name, licence and so on from the model card and the directory; size."""
+        try:
+            metadata = gguf.Metadata.load(model_path=self.path.resolve(), total_params=self.n_weights)
+        except (YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise TernError(
+                f"{self.path / 'README.md'}: the front matter cannot be read ({reason}); mend or remove the "
+                "file"
+            ) from None
+        if metadata.name is None:
+            metadata.name = self.path.resolve().name
+        if metadata.size_label is None:
+            metadata.size_label = gguf.size_label(self.n_weights, self.n_weights, 0, 0)
+        writer.add_type(gguf.GGUFType.MODEL)
+        metadata.set_gguf_meta_model(writer)
+
+
+class GGUFModel(InputModel):
+    """A GGUF file, whose tensors get other types; everything else stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GGUFSource(path)
+        if self._file.architecture is None:
+            raise TernError(f"{path}: has no general.architecture; expected the GGUF file of a model")
+        self.arch = self._file.architecture
+        self.tied = "output.weight" not in self._file.tensors
+        self.rotations = self._file.rotations
+        self.value_heads = self._value_heads()
+        self.notes = []
+        if self._file.is_legacy:
+            self.notes.append(LEGACY_NOTE)
+        self.specs, self.sources = [], {}
+        for tensor in self._file.tensors.values():
+            self.specs.append(TensorSpec(tensor.name, tensor.shape, _role(tensor), (tensor.name,)))
+            packed = None if tensor.type == _core.TYPE_I2_S else tensor.blocks
+            self.sources[tensor.name] = [Source(tensor.rows, tensor.where, tensor.type, packed)]
+
+    def files(self) -> list[Path]:
+        return self._file.files()
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        first = self._file.parts[0]
+        rewritten = {
+            gguf.Keys.General.ARCHITECTURE,
+            gguf.Keys.General.FILE_TYPE,
+            gguf.Keys.General.QUANTIZATION_VERSION,
+            gguf.Keys.General.ALIGNMENT,
+            SPLIT_COUNT,
+            SPLIT_NO,
+            SPLIT_TENSORS,
+        }
+        for key, value in self._file.metadata.items():
+            if key not in rewritten:
+                kind, element = _value_types(first, key)
+                plain: Any = value.tolist() if isinstance(value, np.ndarray) else value
+                writer.add_key_value(key, plain, kind, sub_type=element)
+
+    def _value_heads(self) -> tuple[int, int] | None:
+        keys = (f"{self.arch}.ssm.group_count", f"{self.arch}.ssm.time_step_rank")
+        n_key, n_value = (self._file.metadata.get(key) for key in keys)
+        if isinstance(n_key, int) and isinstance(n_value, int) and n_key > 0 and n_value > 0:
+            return n_key, n_value
+        return None
+
+    def notes_for(self, types: Mapping[str, int]) -> list[str]:
+        has_squared_relu = self._file.metadata.get(ACTIVATION_KEY) == "relu2"
+        return notes_on_squared_relu(types) if has_squared_relu else []
+
+
+def open_model(path: Path, adapters: Sequence[Adapter] = (), *, keep_mtp: bool = False) -> InputModel:
+    """The model in a directory or a GGUF file.
+
+    Raises TernError for a path that is neither, and for anything wrong with what is there.
+    """
+    if path.suffix != ".gguf" or path.is_dir():
+        return HuggingFaceModel(path, adapters, keep_mtp=keep_mtp)
+    if adapters:
+        raise TernError(f"{path}: is a GGUF file; a LoRA is merged into a Hugging Face model directory")
+    if keep_mtp:
+        raise TernError(f"{path}: is a GGUF file, which keeps its MTP head if it has one; drop --mtp")
+    return GGUFModel(path)
+
+
+def _role(tensor: GGUFTensor) -> Role:
+    name = tensor.name.removesuffix(".weight")
+    if len(tensor.shape) < 2 or name == tensor.name or _FULL_PRECISION.fullmatch(name):
+        return Role.VECTOR
+    return {"token_embd": Role.EMBEDDING, "output": Role.HEAD}.get(name, Role.MATRIX)
+
+
+def _value_types(part: Part, key: str) -> tuple[gguf.GGUFValueType, gguf.GGUFValueType | None]:
+    """The type of a key's value, and that of the elements of an array."""
+    kind, element = part.header["key_types"][key]
+    return gguf.GGUFValueType(kind), None if element is None else gguf.GGUFValueType(element)

@@ -1,0 +1,118 @@
+"""Between map and quantize: which stored tensors each tensor of the file is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_tern import _core
+from ggml_tern.convert.model.architectures import Architecture, TensorSpec
+from ggml_tern.convert.read.checkpoint import Checkpoint, Rows, StoredTensor
+from ggml_tern.errors import TernError
+
+#: Rows compared at a time.
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a tensor is made of, or a part of it.
+
+    Attributes:
+        rows: its values, (n_rows, n_in).
+        where: names tensor and file in errors.
+        type_id: the ggml type that holds these values as they are stored.
+        packed: the same rows in blocks of that type, uint8 (n_rows, row_bytes), where they come so.
+    """
+
+    rows: Rows
+    where: str
+    type_id: int = _core.TYPE_F32
+    packed: NDArray[np.uint8] | None = None
+
+
+#: The safetensors types that ggml has too.
+_TYPES = {"BF16": _core.TYPE_BF16, "F16": _core.TYPE_F16}
+
+
+def find_sources(
+    checkpoint: Checkpoint, architecture: Architecture, specs: Sequence[TensorSpec]
+) -> dict[str, list[Source]]:
+    """The sources of every tensor by its name in the file; nothing is read yet.
+
+    Raises TernError for a tensor that is missing, has another shape, or has no place in the architecture.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for tensor in checkpoint.tensors.values():
+        name = architecture.canonical_name(tensor.name)
+        if name is None:
+            continue
+        if name in stored:
+            raise TernError(f"{tensor} and {stored[name]} are one and the same tensor; expected one of them")
+        stored[name] = tensor
+    if architecture.tied:
+        _drop_tied_head(checkpoint, stored)
+    found: dict[str, list[Source]] = {}
+    used: set[str] = set()
+    for spec in specs:
+        if spec.values is not None:
+            found[spec.name] = [Source(spec.values.reshape(-1, spec.shape[-1]), spec.name)]
+            continue
+        found[spec.name] = [_source(checkpoint, stored, spec, name) for name in spec.sources]
+        used.update(spec.sources)
+    if unused := stored.keys() - used:
+        names = sorted(stored[name].name for name in unused)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise TernError(
+            f"{checkpoint.directory}: {', '.join(names[:5])}{more} have no place in "
+            f"{gguf.MODEL_ARCH_NAMES[architecture.model_arch]} as config.json describes it"
+        )
+    return found
+
+
+def _source(checkpoint: Checkpoint, stored: dict[str, StoredTensor], spec: TensorSpec, name: str) -> Source:
+    tensor = stored.get(name)
+    if tensor is None:
+        raise TernError(f"{checkpoint.directory}: tensor {name} is missing; download the checkpoint again")
+    shape = spec.source_shape
+    if shape is None:
+        shape = spec.shape if len(spec.sources) == 1 else spec.shape[1:]
+    if _squeezed(tensor.shape) != _squeezed(shape):
+        raise TernError(f"{tensor} has shape {list(tensor.shape)}; config.json makes it {list(shape)}")
+    rows: Rows = checkpoint.load(tensor)
+    if isinstance(rows, np.ndarray):
+        rows = rows.reshape(-1, shape[-1])
+    decoded = tensor.scale is not None or tensor.absmean
+    return Source(rows, str(tensor), _core.TYPE_F32 if decoded else _TYPES.get(tensor.dtype, _core.TYPE_F32))
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def _drop_tied_head(checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> None:
+    """Forget a stored copy of the embedding as head, which some tools write although the two are tied."""
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not _same_bits(
+        checkpoint.load(head), checkpoint.load(embedding)
+    ):
+        raise TernError(
+            f"{head} differs from {embedding.name}, but tie_word_embeddings makes "
+            "them one; set it to false in config.json if the head is its own"
+        )
+    del stored["lm_head.weight"]
+
+
+def _same_bits(one: Rows, other: Rows) -> bool:
+    """Whether two matrices of one shape and dtype are equal bit for bit; some rows at a time, as they may be
+    large."""
+    return all(
+        one[start : start + _ROWS].tobytes() == other[start : start + _ROWS].tobytes()
+        for start in range(0, one.shape[0], _ROWS)
+    )

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, as it lies on the disk: tensors, their packing, adapters, tokenizer files."""

@@ -1,0 +1,1 @@
+"""The GGUF file, from its header to the last tensor."""

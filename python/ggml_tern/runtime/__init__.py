@@ -1,1 +1,0 @@
-"""Running models: the plug-in inside a stock llama.cpp host."""
