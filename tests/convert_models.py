@@ -23,6 +23,7 @@ from ggml_tern.convert.model.vocab import Vocab
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
+F32Array = npt.NDArray[np.float32]
 
 #: Enough text for tokenizers with merges worth the name: words, digits, code, several scripts, runs of
 #: spaces.
@@ -548,3 +549,38 @@ def tokens_in_llama_cpp(path: Path, lines: list[str]) -> list[list[int]]:
     ids = [llama.tokenize(line.encode(), add_bos=True, special=True) for line in lines]
     llama.close()
     return ids
+
+
+# ---- ternary models ----
+
+Scales = Callable[[np.random.Generator, tuple[int, int]], F32Array]
+
+
+def per_group(size: int) -> Scales:
+    """Scales for groups of `size` weights, fp16 numbers."""
+
+    def scales(rng: np.random.Generator, shape: tuple[int, int]) -> F32Array:
+        groups = rng.uniform(0.01, 0.1, (shape[0], shape[1] // size)).astype(np.float16)
+        return np.repeat(groups.astype(np.float32), size, axis=1)
+
+    return scales
+
+
+def per_tensor(value: float) -> Scales:
+    return lambda rng, shape: np.full(shape, value, np.float32)
+
+
+def ternary_dir(
+    directory: Path, scales: Scales, *, embedding: bool = False, seed: int = 1, **changes: Any
+) -> Path:
+    """A Llama whose matrices are ternary with these scales; the embedding too if asked."""
+    model = llama_dir(directory, **changes)
+    config = llama_config(**changes)
+    tensors = random_tensors(config, seed)
+    rng = np.random.default_rng(seed)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and (embedding or "embed" not in name):
+            trits = rng.integers(-1, 2, tensor.shape).astype(np.float32)
+            tensors[name] = trits * scales(rng, tensor.shape)
+    write_weights(model, tensors)
+    return model

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import compare_logits
+import make_synthetic as synthetic
 from ggml_tern import _core
-from reference import tool
 from reference.attention import (
     BF16,
     F16,
@@ -31,9 +32,6 @@ from reference.attention import (
     random_mask,
     reference,
 )
-
-compare_logits = tool("compare_logits")
-synthetic = tool("make_synthetic")
 
 ISAS = _core.available_isas()
 #: Positions that the kernels take at a time, and those after which sums start anew.

@@ -29,7 +29,7 @@ from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
 from ggml_tern.plan import planning as plan
 from llama_server import LLAMA_SERVER, TERN, TINY, Server, free_port, serving
-from test_plan import PQ2_0, Q2_0, Q8_0, decoder_header, hybrid_header
+from model_headers import PQ2_0, Q2_0, Q8_0, decoder_header, hybrid_header
 
 OTHER = TINY.parents[1] / "tiny-qwen35" / "tiny-qwen35-ptq1_0.gguf"
 #: A fraction of a second for each call of llama-bench.

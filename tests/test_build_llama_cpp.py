@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -21,14 +20,10 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-SCRIPT = REPOSITORY / "tools" / "build_llama_cpp.py"
+import build_llama_cpp as script
 
-spec = importlib.util.spec_from_file_location("llama_cpp_script", SCRIPT)
-assert spec is not None and spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = script
-spec.loader.exec_module(script)
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPT = Path(script.__file__)
 
 LIBRARY = "int answer(void) { return 42; }\n"
 PROGRAM = "int answer(void);\nint main(void) { return answer() - 42; }\n"

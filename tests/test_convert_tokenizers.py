@@ -23,6 +23,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GemmaTokenizer
 
+import make_hf_dir
 from convert_models import (
     PRE_TOKENIZERS,
     character_tokenizer,
@@ -38,10 +39,9 @@ from convert_models import (
 from ggml_tern import _core
 from ggml_tern.convert.model.vocab import Vocab, read_vocab
 from ggml_tern.convert.read.sentencepiece_model import BPE, Model
-from reference import ROOT, tool
+from reference import ROOT
 
 N_LINES = 2000
-make_hf_dir = tool("make_hf_dir")
 
 
 def ids_in_llama_cpp(vocab: Vocab, lines: list[str], folder: Path) -> list[list[int]]:
@@ -214,7 +214,7 @@ def llama2_tokenizer(prefix: str) -> Tokenizer:
     tokens = fields["tokens"]
     merges = make_hf_dir.merges_from_scores(tokens, fields["token_type"], fields["scores"])
     tokenizer = character_tokenizer(
-        tokens, [tuple(merge) for merge in merges], space_prefix=prefix == "normalizer", bos="<s>"
+        tokens, [(left, right) for left, right in merges], space_prefix=prefix == "normalizer", bos="<s>"
     )
     if prefix != "normalizer":
         tokenizer.normalizer = normalizers.Sequence([])

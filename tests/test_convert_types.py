@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,16 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
 
-from convert_models import llama_config, llama_dir, random_tensors, write_json, write_weights
+from convert_models import (
+    llama_config,
+    llama_dir,
+    per_group,
+    per_tensor,
+    random_tensors,
+    ternary_dir,
+    write_json,
+    write_weights,
+)
 from ggml_tern import _core
 from ggml_tern.cli.ternconv import main as ternconv
 from ggml_tern.convert.pipeline import Report, convert
@@ -36,37 +44,6 @@ from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 
 F32Array = npt.NDArray[np.float32]
-Scales = Callable[[np.random.Generator, tuple[int, int]], F32Array]
-
-
-def per_group(size: int) -> Scales:
-    """Scales for groups of `size` weights, fp16 numbers."""
-
-    def scales(rng: np.random.Generator, shape: tuple[int, int]) -> F32Array:
-        groups = rng.uniform(0.01, 0.1, (shape[0], shape[1] // size)).astype(np.float16)
-        return np.repeat(groups.astype(np.float32), size, axis=1)
-
-    return scales
-
-
-def per_tensor(value: float) -> Scales:
-    return lambda rng, shape: np.full(shape, value, np.float32)
-
-
-def ternary_dir(
-    directory: Path, scales: Scales, *, embedding: bool = False, seed: int = 1, **changes: Any
-) -> Path:
-    """A Llama whose matrices are ternary with these scales; the embedding too if asked."""
-    model = llama_dir(directory, **changes)
-    config = llama_config(**changes)
-    tensors = random_tensors(config, seed)
-    rng = np.random.default_rng(seed)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and (embedding or "embed" not in name):
-            trits = rng.integers(-1, 2, tensor.shape).astype(np.float32)
-            tensors[name] = trits * scales(rng, tensor.shape)
-    write_weights(model, tensors)
-    return model
 
 
 def types_of(path: Path) -> dict[str, int]:

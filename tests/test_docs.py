@@ -18,19 +18,20 @@ from markdown.extensions.toc import slugify
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+import build_llama_cpp
 from ggml_tern.cli import tern as cli
 from ggml_tern.cli import ternconv
 from ggml_tern.host import stock as host
 from ggml_tern.host.run import bundled_programs
 from ggml_tern.serve import config as server_config
-from reference import ROOT, tool
+from reference import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "models").rglob("README.md")])
 PAGE_PARAMETERS = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES]
 
 #: The source of the pinned llama.cpp.
-LLAMA_CPP: Path = tool("build_llama_cpp").Layout.from_environment().source
+LLAMA_CPP = build_llama_cpp.Layout.from_environment().source
 #: Whose paths are looked for when a page names them.
 FOLDERS = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in ".b")
 #: In a path, what a reader is to fill in.
@@ -212,7 +213,7 @@ def test_a_wrong_command_is_noticed() -> None:
     assert "no command" in fault(["tern", "sing"])
     assert "llama-server has no --sing" in fault(["tern", "serve", "model.gguf", "--sing"])
     assert "llama-bench has no --sing" in fault(["tern", "run", "llama-bench", "--sing"])
-    assert "has no --sing" in fault(["python", "tools/check_27b.py", "--sing"])
+    assert "has no --sing" in fault(["python", "benchmarks/check_27b.py", "--sing"])
 
 
 # ---- files of the repository ----

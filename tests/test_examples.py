@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+import retrieval
 from llama_server import TERN, TINY, serving
 from reference import ROOT
-
-sys.path.append(str(ROOT / "examples"))
-
-import retrieval
 
 STOCK_EMBEDDER = (TERN, "run", "--stock", "llama-server", "-m")
 

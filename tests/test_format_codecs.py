@@ -16,21 +16,11 @@ import pytest
 
 from ggml_tern import _core
 from reference import formats as ref
+from reference.random_inputs import random_ternary
 
 TYPES = [pytest.param(t, id=f.name) for t, f in ref.FORMATS.items()]
 # Odd numbers of rows, so that no split of work between threads comes out even.
 ROWS_AND_BLOCKS = [(1, 1), (3, 5), (129, 2), (7, 33)]
-
-
-def random_ternary(
-    rng: np.random.Generator, fmt: ref.Format, n_rows: int, n_blocks: int
-) -> tuple[ref.I8, ref.F32]:
-    """Trits with a zero share of their own for every row, and positive scales exact in fp16."""
-    zero_share = rng.random((n_rows, 1))
-    sign = rng.choice(np.array([-1, 1], np.int8), (n_rows, n_blocks * fmt.block))
-    trits = np.where(rng.random(sign.shape) < zero_share, np.int8(0), sign)
-    scales = rng.lognormal(-3, 2, (n_rows, n_blocks)).astype(np.float16).astype(np.float32)
-    return trits, scales
 
 
 def random_weights(rng: np.random.Generator, n_rows: int, n_in: int) -> ref.F32:

@@ -18,7 +18,7 @@ from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.gguf.repacking import TARGETS, repack
 from reference import formats as ref
 from reference import gguf_files as files
-from test_format_codecs import random_ternary
+from reference.random_inputs import random_ternary
 
 TERN = str(Path(sys.executable).parent / "tern")
 METADATA: dict[str, Any] = {

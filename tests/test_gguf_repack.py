@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import check_roundtrips
 from ggml_tern import _core
 from ggml_tern.convert.quantize.targets import FILE_TYPES
 from ggml_tern.errors import TernError
@@ -22,9 +23,8 @@ from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.gguf.repacking import TARGETS, Report, repack
 from reference import formats as ref
 from reference import gguf_files as files
-from reference import tool
+from reference.random_inputs import random_ternary
 from reference.small_disk import in_small_tmpfs
-from test_format_codecs import random_ternary
 
 TERN = str(Path(sys.executable).parent / "tern")
 TYPES = [pytest.param(f, id=f.name) for f in ref.FORMATS.values()]
@@ -343,21 +343,18 @@ def test_signals_leave_nothing_behind(tmp_path: Path, number: signal.Signals, co
 
 def test_round_trips_of_random_blocks(rng: np.random.Generator) -> None:
     """What tools/check_roundtrips.py does with ten million blocks."""
-    roundtrips = tool("check_roundtrips")
-    roundtrips.check(roundtrips.random_blocks(rng, 20_001))
+    check_roundtrips.check(check_roundtrips.random_blocks(rng, 20_001))
 
 
 def test_round_trips_of_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
-    roundtrips = tool("check_roundtrips")
-    chunks = list(roundtrips.tensor_blocks(a_model(tmp_path / "in.gguf", ref.TQ1_0, rng)))
+    chunks = list(check_roundtrips.tensor_blocks(a_model(tmp_path / "in.gguf", ref.TQ1_0, rng)))
     assert sum(map(len, chunks)) == (37 * 512 + 15 * 256 + 1024) // 128
     for chunk in chunks:
-        roundtrips.check(chunk)
+        check_roundtrips.check(chunk)
 
 
 def test_the_check_of_round_trips_can_fail(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    roundtrips = tool("check_roundtrips")
-    blocks = roundtrips.random_blocks(rng, 100)
+    blocks = check_roundtrips.random_blocks(rng, 100)
     transcode = _core.transcode
 
     def damaged(*arguments: Any) -> Any:
@@ -367,4 +364,4 @@ def test_the_check_of_round_trips_can_fail(monkeypatch: pytest.MonkeyPatch, rng:
 
     monkeypatch.setattr(_core, "transcode", damaged)
     with pytest.raises(AssertionError, match="decoding PTQ1_0"):
-        roundtrips.check(blocks)
+        check_roundtrips.check(blocks)

@@ -18,7 +18,7 @@ from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from reference import formats as ref
 from reference import gguf_files as files
-from test_format_codecs import random_ternary
+from reference.random_inputs import random_ternary
 
 CORPUS = sorted((Path(__file__).parent / "fuzz" / "corpus").iterdir())
 METADATA = {"general.architecture": "llama", "general.name": "tiny"}

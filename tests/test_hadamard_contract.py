@@ -7,11 +7,7 @@ which tries all broken files in one process, llama-server and llama-bench.
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,9 +20,9 @@ import pytest
 from gguf import GGUFValueType as Kind
 
 from ggml_tern import _core
-from ggml_tern.host import stock as host
+from hosted_models import load_in_turns, run_llama_bench, run_llama_server, said_by_plugin
 from reference import formats as ref
-from reference import gguf_bytes, gguf_files, tool
+from reference import gguf_bytes, gguf_files
 from reference.one_op import in_new_process
 from rotated_files import (
     F32,
@@ -43,8 +39,6 @@ from rotated_files import (
     texts,
     u32,
 )
-
-check_hosts = tool("check_hosts")
 
 Change = Callable[[RotatedModel], object]
 
@@ -496,55 +490,8 @@ def write_split(folder: Path) -> Path:
 # ---- the hosts ----
 
 
-def load_in_turns(paths: list[Path]) -> list[tuple[str, str]]:
-    """("loaded" or the exception, what was written to stderr) for each; call it through in_new_process."""
-    host.enable()
-    import llama_cpp
-
-    outcomes = []
-    for path in paths:
-        with tempfile.TemporaryFile() as log:
-            stderr = os.dup(2)
-            os.dup2(log.fileno(), 2)
-            try:
-                llama_cpp.Llama(str(path), n_gpu_layers=99, n_ctx=64, n_threads=1, verbose=True).close()
-                outcome = "loaded"
-            except ValueError as error:
-                outcome = repr(error)
-            finally:
-                sys.stderr.flush()
-                os.dup2(stderr, 2)
-                os.close(stderr)
-            log.seek(0)
-            outcomes.append((outcome, log.read().decode(errors="replace")))
-    return outcomes
-
-
-def said_by_plugin(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if line.startswith("ggml-tern: ")]
-
-
 def refusal(path: Path, key: str) -> re.Pattern[str]:
     return re.compile(rf"ggml-tern: {re.escape(str(path))}: key '{re.escape(key)}' [ -~]+")
-
-
-def run_llama_bench(path: Path) -> tuple[int, str]:
-    command = [host.llama_cpp_dir() / "llama-bench", "-m", path, "-t", "1", "-p", "4", "-n", "1", "-r", "1"]
-    return _run(command)
-
-
-def run_llama_server(path: Path) -> tuple[int, str]:
-    """Ends by itself only if the model is refused."""
-    command = [host.llama_cpp_dir() / "llama-server", "-m", path, "--port", str(check_hosts.free_port())]
-    return _run(command)
-
-
-def _run(command: list[Any]) -> tuple[int, str]:
-    done = subprocess.run(
-        command, env=host.host_environment(stock=False), capture_output=True, text=True, errors="replace",
-        timeout=120, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stderr
 
 
 def test_llama_cpp_python_refuses_each_broken_file(

@@ -19,13 +19,23 @@ import pytest
 
 import rotated_files
 from ggml_tern import _core
+from hosted_models import (
+    TOKENS,
+    Run,
+    assert_agree,
+    assert_bits,
+    load_in_turns,
+    run_llama_bench,
+    run_llama_server,
+    said_by_plugin,
+    with_plugin,
+    without_plugin,
+)
 from reference import formats as ref
 from reference import gguf_bytes, gguf_files, in_llama
 from reference.one_op import in_new_process
+from reference.random_inputs import random_ternary
 from rotated_files import RECIPES, RotatedModel
-from test_format_codecs import random_ternary
-from test_hadamard_contract import load_in_turns, run_llama_bench, run_llama_server, said_by_plugin
-from test_rotated_models import TOKENS, Run, assert_agree, assert_bits, with_plugin, without_plugin
 
 TERN = str(Path(sys.executable).parent / "tern")
 METADATA: dict[str, Any] = {"general.architecture": "llama"}

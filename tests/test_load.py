@@ -1,8 +1,7 @@
-"""tools/load_test.py for some seconds: load, clients that hang up, malformed requests, sudden ends."""
+"""benchmarks/load_test.py for some seconds: load, clients that hang up, malformed requests, sudden ends."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,32 +9,19 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+import load_test
+from llama_server import free_port
+
 PHASES = ("requests", "speed", "tokens", "memory", "clients hang up", "malformed requests")
 ENDS = ("SIGTERM during generation", "SIGKILL during generation")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "load_test.py"), *arguments]
+    command = [sys.executable, load_test.__file__, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def load_test() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        spec = importlib.util.find_spec("load_test")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        del sys.path[0]
-    return module
 
 
 def test_a_server_bears_load_abuse_and_sudden_ends(tmp_path: Path) -> None:
@@ -49,8 +35,8 @@ def test_a_server_bears_load_abuse_and_sudden_ends(tmp_path: Path) -> None:
     assert all(f"| {name} | yes | {lines[name]} |" in text for name in (*PHASES, *ENDS))
 
 
-def test_a_server_that_dies_under_load_is_no_success(load_test: ModuleType, tmp_path: Path) -> None:
-    server = load_test.Server(load_test.TINY, [], tmp_path / "log", load_test.free_port())
+def test_a_server_that_dies_under_load_is_no_success(tmp_path: Path) -> None:
+    server = load_test.Server(load_test.TINY, [], tmp_path / "log", free_port())
     try:
         server.start()
         with ThreadPoolExecutor(1) as pool:
@@ -66,7 +52,7 @@ def test_a_server_that_dies_under_load_is_no_success(load_test: ModuleType, tmp_
     assert not findings["tokens"].good
 
 
-def test_memory_that_grows_is_not_called_flat(load_test: ModuleType) -> None:
+def test_memory_that_grows_is_not_called_flat() -> None:
     flat = load_test.MemorySamples([(i / 4, 50.0 + i % 3) for i in range(400)])
     leaking = load_test.MemorySamples([(i / 4, 50.0 + i / 40) for i in range(400)])
     warming_up = load_test.MemorySamples([(i / 4, 50.0 + min(i, 90)) for i in range(400)])

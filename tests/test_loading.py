@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import make_synthetic as synthetic
+from ggml_tern.convert.quantize.ternarize import Piece, Stats
+from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.host import stock as host
-from reference import gguf_bytes, in_llama, tool
-
-synthetic = tool("make_synthetic")
+from reference import gguf_bytes, in_llama
 
 # Small enough to load in a blink, and with every kind of tensor that the large one has.
 TINY = synthetic.Shape(width=256, ffn=768, layers=2, heads=4, kv_heads=2, head_dim=64, vocabulary=1024)
@@ -297,7 +298,7 @@ def write_split(path: Path, n_shards: int) -> list[Path]:
     names = [path / f"tiny-{i + 1:05d}-of-{n_shards:05d}.gguf" for i in range(n_shards)]
     for i, name in enumerate(names):
         part = plan[i * len(plan) // n_shards : (i + 1) * len(plan) // n_shards]
-        with synthetic.OutputFile(name, "qwen3") as out:
+        with OutputFile(name, "qwen3") as out:
             if i == 0:
                 synthetic.add_metadata(out.metadata, TINY, "split")
                 synthetic.add_tokenizer(out.metadata, TINY.vocabulary)
@@ -307,9 +308,7 @@ def write_split(path: Path, n_shards: int) -> list[Path]:
             targets = [synthetic.target_of(tensor, stored) for tensor, _, stored in part]
             out.write_header(targets)
             for target, (_, data, _) in zip(targets, part, strict=True):
-                out.write_tensor(
-                    target, iter([synthetic.Piece(data, synthetic.Stats())]), lambda n_bytes: None
-                )
+                out.write_tensor(target, iter([Piece(data, Stats())]), lambda n_bytes: None)
             out.commit()
     return names
 

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import compare_logits
+import make_synthetic as synthetic
 from ggml_tern import _core
-from reference import ROOT, formats, in_llama, tool
+from reference import ROOT, formats, in_llama
 from reference.model import Model
 
-compare_logits = tool("compare_logits")
-synthetic = tool("make_synthetic")
 Serving = compare_logits.Serving
 
 F32 = npt.NDArray[np.float32]

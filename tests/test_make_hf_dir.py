@@ -16,13 +16,11 @@ import torch
 from llama_cpp import Llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import make_hf_dir
 from convert_models import mixed_lines, tokens_in_llama_cpp
 from ggml_tern import _core
 from ggml_tern.convert.pipeline import convert
 from ggml_tern.convert.quantize.targets import Q8_0, TypeChoice
-from reference import tool
-
-make_hf_dir = tool("make_hf_dir")
 
 F32Array = npt.NDArray[np.float32]
 

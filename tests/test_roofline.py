@@ -1,4 +1,4 @@
-"""Matrices in tiles, the machine's bounds, products without a host; and the tables of tools/bench_peers.py.
+"""Matrices in tiles, the machine's bounds, products without a host; and the tables of bench_peers.py.
 
 Nothing here depends on how fast anything is."""
 
@@ -13,15 +13,14 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import bench_peers
+import benchmarking
+import make_synthetic as synthetic
+import roofline
 from ggml_tern import _core
-from reference import tool
 
 ISAS = _core.available_isas()
 
-synthetic = tool("make_synthetic")
-benchmarking = tool("benchmarking")
-roofline = tool("roofline")
-bench_peers = tool("bench_peers")
 
 TINY = synthetic.Shape(width=256, ffn=768, layers=2, heads=4, kv_heads=2, head_dim=64, vocabulary=1024)
 
@@ -116,7 +115,7 @@ def test_wrong_arguments(call: Any, error: str) -> None:
         call(matrix)
 
 
-# ---- tools/roofline.py ----
+# ---- benchmarks/roofline.py ----
 
 
 def test_what_a_model_asks_of_the_machine(tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_share_of_a_bound() -> None:
     assert roofline.bound_text([1e9, 3e9, 1.6e9], "GB/s") == "1.6 GB/s (1.0 to 3.0)"
 
 
-# ---- tools/bench_peers.py ----
+# ---- benchmarks/bench_peers.py ----
 
 
 def test_table_of_a_phase() -> None:
@@ -167,7 +166,7 @@ def test_table_of_a_phase() -> None:
 
 def test_all_contenders_in_turn() -> None:
     fast, slow = (
-        bench_peers.Contender(name, bench_peers.STOCK, Path(f"{name}.gguf"), name == "slow")
+        bench_peers.Contender(name, benchmarking.STOCK, Path(f"{name}.gguf"), name == "slow")
         for name in ("fast", "slow")
     )
     benches = [benchmarking.LlamaBench(512, 64, 2, kv=kv) for kv in ("q8_0", "q4_0")]

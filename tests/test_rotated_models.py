@@ -15,84 +15,35 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import compare_logits
 import rotated_files
 from ggml_tern import _core
 from ggml_tern.host import stock as host
+from hosted_models import (
+    TOKENS,
+    Run,
+    assert_agree,
+    assert_bits,
+    evaluate,
+    evaluate_in_turns,
+    load,
+    load_in_turns,
+    said_by_plugin,
+    with_plugin,
+    without_plugin,
+)
+from llama_server import serving
 from reference import formats as ref
-from reference import gguf_files, in_llama, tool
+from reference import gguf_files, in_llama
 from reference.one_op import in_new_process
+from reference.random_inputs import assert_matches, random_activations, random_blocks
 from rotated_files import N_VOCABULARY, RECIPES, RotatedModel, Rotation
-from test_backend_ops import assert_matches, random_activations, random_blocks
-from test_hadamard_contract import load_in_turns, said_by_plugin
-
-check_hosts = tool("check_hosts")
-compare_logits = tool("compare_logits")
 
 F32 = npt.NDArray[np.float32]
 I8 = npt.NDArray[np.int8]
 
-TOKENS = [(37 * i * i + 101 * i + 7) % (N_VOCABULARY - 3) for i in range(48)]
 #: All layers on the plug-in's device, none, the head alone, and half of the layers.
 LAYERS = (99, 0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Run:
-    """How llama.cpp is to load a model and to evaluate it. n_batch 1 is decoding, token by token."""
-
-    path: Path
-    n_gpu_layers: int = 99
-    n_batch: int = 64
-    n_threads: int = 1
-    lora: Path | None = None
-    use_mmap: bool = True
-
-
-def load(run: Run) -> Any:
-    import llama_cpp
-
-    # A float32 KV cache, no flash attention: int8 activations are all that lies between a model and its twin.
-    return llama_cpp.Llama(
-        str(run.path), n_gpu_layers=run.n_gpu_layers, n_ctx=128, n_batch=run.n_batch, n_ubatch=run.n_batch,
-        n_threads=run.n_threads, n_threads_batch=run.n_threads, type_k=0, type_v=0, flash_attn=False,
-        logits_all=True, lora_path=None if run.lora is None else str(run.lora), use_mmap=run.use_mmap,
-        verbose=False,
-    )  # fmt: skip
-
-
-def evaluate(runs: list[Run], plugin: bool) -> list[F32]:
-    """The logits of TOKENS for each run, float32 [n_tokens, N_VOCABULARY]; call it through in_new_process."""
-    if plugin:
-        host.enable()
-    logits = []
-    for run in runs:
-        llm = load(run)
-        llm.eval(TOKENS)
-        logits.append(np.array(llm.scores[: len(TOKENS)], np.float32))
-        llm.close()
-    return logits
-
-
-def evaluate_in_turns(groups: list[list[Run]]) -> list[F32]:
-    """The same with all models of a group loaded, each evaluating a part of the tokens before the next one
-    goes on; one group after the other."""
-    host.enable()
-    logits = []
-    for runs in groups:
-        models = [load(run) for run in runs]
-        for part in (TOKENS[:20], TOKENS[20:21], TOKENS[21:]):
-            for llm in models:
-                llm.eval(part)
-        logits += [np.array(llm.scores[: len(TOKENS)], np.float32) for llm in models]
-    return logits
-
-
-def with_plugin(*runs: Run) -> list[F32]:
-    return in_new_process(evaluate, list(runs), True)
-
-
-def without_plugin(*runs: Run) -> list[F32]:
-    return in_new_process(evaluate, list(runs), False)
 
 
 # ---- the models ----
@@ -130,18 +81,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
         return made[name]
 
     return files_of
-
-
-def assert_agree(wanted: F32, served: F32) -> None:
-    """What a model and its twin must have in common."""
-    agreement = compare_logits.compare(wanted, served)
-    print(agreement)
-    assert agreement.mean_kl <= 1e-3
-    assert agreement.top1 >= 0.9
-
-
-def assert_bits(wanted: F32, found: F32) -> None:
-    assert np.array_equal(wanted.view(np.uint32), found.view(np.uint32))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -371,22 +310,22 @@ def test_lora_at_run_time(name: str, models: Callable[[str], Files], tmp_path: P
 # ---- llama-server ----
 
 
-def server_command(model: Path, *options: str | Path) -> list[str | Path]:
-    command: list[str | Path] = [host.llama_cpp_dir() / "llama-server", "-m", model, "-c", "256", "-np", "1"]
+def server_command(model: Path, *options: str) -> list[str]:
+    command = [str(host.llama_cpp_dir() / "llama-server"), "-m", str(model), "-c", "256", "-np", "1"]
     return [*command, "-t", "1", "--no-warmup", "-ctk", "f32", "-ctv", "f32", "-fa", "off", *options]
 
 
-def served_distribution(command: list[str | Path], log: Path) -> F32:
+def served_distribution(command: list[str]) -> F32:
     """The natural logarithms of the probabilities of all tokens after TOKENS, float32 [N_VOCABULARY].
 
-    Raises HostError when the server refuses the model.
+    Raises RuntimeError when the server refuses the model.
     """
     # A token is only told with its text, so it must be one that has one: the last pair of letters. The
     # probabilities are those of before the bias.
     bias = [[N_VOCABULARY - 4, 1000]]
     request = {"prompt": TOKENS, "n_predict": 1, "n_probs": N_VOCABULARY, "logit_bias": bias}
-    with check_hosts.serving(command, host.host_environment(stock=False), log) as address:
-        answer = check_hosts.post(f"{address}/completion", request)
+    with serving(None, command=command, variables=host.host_environment(stock=False)) as server:
+        answer = server.post("/completion", request).json
     (first,) = answer["completion_probabilities"]
     logits = np.full(N_VOCABULARY, -np.inf, np.float32)
     for entry in first["top_logprobs"]:
@@ -409,53 +348,39 @@ def served_distribution(command: list[str | Path], log: Path) -> F32:
         ("qwen35", "--fit off -ngl 1 -ot ssm_out.*=CPU,attn_(q|k)\\.weight=CPU"),
     ],
 )
-def test_wherever_weights_are_put(
-    name: str, options: str, models: Callable[[str], Files], tmp_path: Path
-) -> None:
+def test_wherever_weights_are_put(name: str, options: str, models: Callable[[str], Files]) -> None:
     """Tensors that are put elsewhere by hand compute the same, or the server ends and says why."""
     files = models(name)
-    log = tmp_path / "log"
     try:
-        found = served_distribution(server_command(files.rotated, *options.split()), log)
-    except check_hosts.HostError as error:
+        found = served_distribution(server_command(files.rotated, *options.split()))
+    except RuntimeError as error:
         assert "=CPU" in options or "moe" in options
-        assert "exited with 1" in str(error)
-        assert [line for line in log.read_text().splitlines() if line.startswith("ggml-tern: ")], (
-            log.read_text()
-        )
+        assert "ended with exit code 1" in str(error)
+        assert said_by_plugin(str(error)), error
         return
     agreement = compare_logits.compare(files.logits[-1:], found[None])
     print(agreement)
     assert agreement.mean_kl <= 3e-3
 
 
-def generate(command: list[str | Path], log: Path) -> Any:
+def generate(command: list[str]) -> Any:
     """What llama-server makes of a prompt: greedy tokens, and how many of them were drafted and accepted."""
     request = {
         "prompt": TOKENS[:16], "n_predict": 40, "temperature": 0, "ignore_eos": True, "return_tokens": True,
     }  # fmt: skip
-    with check_hosts.serving(command, host.host_environment(stock=False), log) as address:
-        return check_hosts.post(f"{address}/completion", request)
+    with serving(None, command=command, variables=host.host_environment(stock=False)) as server:
+        return server.post("/completion", request).json
 
 
 @pytest.mark.parametrize("draft", ["rotated", "stripped", "other"])
-def test_draft_models(draft: str, crowd: list[Files], tmp_path: Path) -> None:
+def test_draft_models(draft: str, crowd: list[Files]) -> None:
     """A draft model beside its target: the tokens are those of the target alone. The target itself as draft
     knows them all; the same weights without a rotation, or another model, do not."""
     target = crowd[0].rotated
     path = {"rotated": target, "stripped": crowd[0].stripped, "other": crowd[1].rotated}[draft]
-    alone = generate(server_command(target, "--fit", "off"), tmp_path / "alone")
-    options: list[str | Path] = [
-        "--fit",
-        "off",
-        "--spec-type",
-        "draft-simple",
-        "--spec-draft-p-min",
-        "0",
-        "-md",
-        path,
-    ]
-    both = generate(server_command(target, *options), tmp_path / "both")
+    alone = generate(server_command(target, "--fit", "off"))
+    options = ["--fit", "off", "--spec-type", "draft-simple", "--spec-draft-p-min", "0", "-md", str(path)]
+    both = generate(server_command(target, *options))
     assert both["tokens"] == alone["tokens"]
     drafted, accepted = both["timings"]["draft_n"], both["timings"]["draft_n_accepted"]
     print(f"{accepted} of {drafted} accepted")

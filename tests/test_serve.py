@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import make_synthetic as synthetic
 from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
@@ -25,9 +26,6 @@ from ggml_tern.plan import planning
 from ggml_tern.serve.options import SPELLINGS
 from ggml_tern.serve.supervisor import SECONDS_TO_STOP
 from llama_server import ROOT, TERN, TERN_SERVE, TINY, Server, serving
-from reference import tool
-
-synthetic = tool("make_synthetic")
 
 HYBRID = ROOT / "models" / "tiny-qwen35" / "tiny-qwen35-ptq1_0.gguf"
 GREEDY = {"prompt": "And the LORD said unto", "n_predict": 48, "temperature": 0}

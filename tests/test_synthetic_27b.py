@@ -12,14 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import check_27b
+import compare_logits
+import make_synthetic as synthetic
 from ggml_tern import _core
 from ggml_tern.convert.quantize.targets import PTQ1_0
-from reference import tool
 
-synthetic = tool("make_synthetic")
-compare_logits = tool("compare_logits")
-tool("demo")
-check_27b = tool("check_27b")
 Serving = compare_logits.Serving
 
 F32 = npt.NDArray[np.float32]
@@ -68,7 +66,9 @@ def test_the_27b_has_the_keys_and_tensors_of_the_released_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("shape", [TINY, NARROW], ids=["tied", "hybrid"])
-def test_rotation_is_all_that_a_rotated_file_adds(shape: object, tmp_path: Path) -> None:
+def test_rotation_is_all_that_a_rotated_file_adds(
+    shape: synthetic.Shape | synthetic.HybridShape, tmp_path: Path
+) -> None:
     """Or speeds with and without it would not be of the same weights."""
     plain, rotated = (
         synthetic.write_synthetic(tmp_path / f"{block}.gguf", "pq2_0", shape, rotation_block=block)
@@ -103,7 +103,7 @@ def test_impossible_rotations_are_refused(arguments: list[str], problem: str, tm
 
 @pytest.mark.parametrize("shape", [TINY, NARROW], ids=["tied", "hybrid"])
 def test_a_table_made_in_parts_is_the_whole(
-    shape: object, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    shape: synthetic.Shape | synthetic.HybridShape, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     monkeypatch.setattr(synthetic, "CHUNK", int(rng.integers(1, 2000)))
     for tensor in synthetic.tensors(shape):

@@ -1,6 +1,6 @@
 """The trained models of models/: stored as they say, and they have learnt their text.
 
-The perplexities are those of tools/tiny_reference.py, which is plain numpy and PyTorch: no part of the
+The perplexities are those of training/tiny_reference.py, which is plain numpy and PyTorch: no part of the
 plug-in or the converter has a hand in them.
 """
 
@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from reference import ROOT, tool
-
-reference = tool("tiny_reference")
+import tiny_reference as reference
+from reference import ROOT
 
 F32 = npt.NDArray[np.float32]
 GROUP = 128

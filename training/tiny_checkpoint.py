@@ -118,7 +118,7 @@ its training. Norms, convolutions and the like are full precision, and so are `i
 The matrices are stored in a Hadamard-rotated basis, as `{reference.MANIFEST}` says: taken for
 plain weights they give nonsense. The plain ones are, row by row and for every tensor that it names,
 `w = s * (H w_stored)`: H is the normalized Sylvester-Walsh-Hadamard matrix, blockwise, and s the
-+-1 signs of the row's width. `tools/tiny_reference.py` does that, in numpy and PyTorch alone, loads
++-1 signs of the row's width. `training/tiny_reference.py` does that, in numpy and PyTorch alone, loads
 the model into transformers, and with `--save-plain` writes a plain checkpoint.
 
 - Text: stories of the World English Bible, without notes and headings, quotation marks and dashes
@@ -127,7 +127,7 @@ the model into transformers, and with `--save-plain` writes a plain checkpoint.
   `{tiny_text.SHA256}`.
   Its translators gave it to the public domain; "World English Bible" is a trademark for the
   unchanged text.
-- Training: `tools/train_tiny.py {name}`.
+- Training: `training/train_tiny.py {name}`.
   {how}
 - Perplexity on `held-out.txt` ({", ".join(tiny_text.HELD_OUT)}; not trained on; {len(held_out)} tokens):
   **{perplexity:.2f}**, by transformers in float32 on these files, in windows of 256 tokens of which

@@ -1,10 +1,10 @@
 """Compare the perplexity of a rotated model in PyTorch with that of its GGUF files in stock llama.cpp.
 
-    python tools/compare_perplexity.py models/tiny-qwen3
-    python tools/compare_perplexity.py models/tiny-* --write     # and docs/benchmarks/DATE-perplexity.md
+    python benchmarks/compare_perplexity.py models/tiny-qwen3
+    python benchmarks/compare_perplexity.py models/tiny-* --write     # and docs/benchmarks/DATE-perplexity.md
 
 MODEL_DIR is a checkpoint stored in a Hadamard-rotated basis, as models/ holds them. The reference is the
-transformers model in float32 with weights brought back to the plain basis (tools/tiny_reference.py). The
+transformers model in float32 with weights brought back to the plain basis (training/tiny_reference.py). The
 files come from ternconv, in PQ2_0 and in PTQ1_0, and go through the stock llama-perplexity with the plug-in.
 All score the same tokens: windows of 256 that begin with BOS where the model wants one, of which the second
 half counts.
@@ -131,6 +131,7 @@ def beginning(model: Path) -> int | None:
 
 def compare(directory: Path, text: str, most_windows: int | None, threads: int) -> Result:
     """Everything about one model."""
+    sys.path.insert(0, str(ROOT / "training"))
     import tiny_reference
 
     model, tokenizer = tiny_reference.load(directory)
@@ -202,9 +203,9 @@ def main(
             out,
             "perplexity",
             "Perplexity of rotated models",
-            "`tools/compare_perplexity.py`: the trained models of models/, in PyTorch (float32, weights in\n"
-            "the plain basis) and as ternconv's files in the stock `llama-perplexity` with the plug-in. The\n"
-            "control is the PQ2_0 file without its rotation keys, whose perplexity must be ruined.",
+            "`benchmarks/compare_perplexity.py`: the trained models of models/, in PyTorch (float32,\n"
+            "weights in the plain basis) and as ternconv's files in the stock `llama-perplexity` with the\n"
+            "plug-in. The control is the PQ2_0 file without its rotation keys, whose perplexity is ruined.",
             [f"{text.name}: {windows_of}, of {WINDOW} tokens, of which the second half counts"],
             table,
         )

@@ -1,7 +1,7 @@
 """Convert one checkpoint with ternconv and with llama.cpp's own converter, and compare time, memory, result.
 
-    python tools/bench_convert.py                    # a table, and docs/benchmarks/DATE-convert.md
-    python tools/bench_convert.py --layers 28        # a smaller model
+    python benchmarks/bench_convert.py                    # a table, and docs/benchmarks/DATE-convert.md
+    python benchmarks/bench_convert.py --layers 28        # a smaller model
 
 The checkpoint is a Qwen3 with ternary weights in BF16 (tools/make_synthetic.py's, with the tokenizer of
 SmolLM2), written once into the cache. Both converters make TQ1_0 of it, with the embedding in F16, in turn.
@@ -31,11 +31,11 @@ from rich.console import Console
 from safetensors import TensorSpec, serialize_file
 
 import ggml_tern
-import make_synthetic as synthetic
-from benchmarking import memory_of_tree
+from benchmarking import ROOT, memory_of_tree
 from ggml_tern.gguf.reader import GGUFSource
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import make_synthetic as synthetic
 
 #: GGUF name -> name in the checkpoint, `N` for the block.
 HF_NAMES = {
@@ -259,7 +259,7 @@ def main(layers: int, rounds: int, out: Path) -> None:
     path.write_text(
         f"# ternconv and convert_hf_to_gguf.py, {now:%Y-%m-%d}\n\n"
         f"A ternary Qwen3 of {weights / 1e9:.2f} G parameters in BF16 ({layers} layers), {rounds} rounds in\n"
-        "turn, medians. Written by `tools/bench_convert.py`.\n\n"
+        "turn, medians. Written by `benchmarks/bench_convert.py`.\n\n"
         f"- {os.cpu_count()} processors, load average at the start {load:.2f}\n"
         f"- ggml-tern {ggml_tern.__version__}\n\n{text}\n",
         encoding="utf-8",

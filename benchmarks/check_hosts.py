@@ -1,8 +1,8 @@
 """Runs one and the same libggml-tern.so in several releases of llama.cpp and prints what each made of it.
 
-    tools/check_hosts.py                  # all hosts, writes docs/hosts.md
-    tools/check_hosts.py --host 0.3.30    # one host, prints only
-    tools/check_hosts.py --build-only
+    benchmarks/check_hosts.py                  # all hosts, writes docs/hosts.md
+    benchmarks/check_hosts.py --host 0.3.30    # one host, prints only
+    benchmarks/check_hosts.py --build-only
 
 Each host is built once, unmodified, from its PyPI source archive (by version and hash) into
 $TERN_CACHE_DIR/hosts. In each, the same ternary model must be refused without the plug-in and give, with it,
@@ -37,6 +37,7 @@ from typing import Any, Protocol
 
 import click
 
+from benchmarking import synthetic
 from ggml_tern import __version__
 from ggml_tern.errors import TernError
 from ggml_tern.host.stock import plugin_path
@@ -264,7 +265,7 @@ def python_runner(release: Release, binaries: Path) -> Runner:
 
     def run(model: Path, plugin: Path | None, n_gpu_layers: int, log: Path) -> Generation:
         # -I: the script's own folder must not be searched for llama_cpp.
-        command: list[str | Path] = [python, "-I", REPOSITORY / "tools" / "host_greedy.py", model]
+        command: list[str | Path] = [python, "-I", REPOSITORY / "benchmarks" / "host_greedy.py", model]
         command += ["--n-gpu-layers", str(n_gpu_layers), "--threads", str(N_THREADS)]
         command += ["--context", str(N_CONTEXT), "--count", str(N_TOKENS)]
         command += ["--prompt", ",".join(map(str, PROMPT))]
@@ -460,7 +461,7 @@ The weights of the model with `rotated` in its name are Hadamard-rotated, with t
 Hosts with a ggml before 0.20 do not know Q2_0 (type 42); the plug-in lends it to them from a retired id, as
 it does for its own types.
 
-`tools/check_hosts.py` builds the hosts, runs them and writes this page.
+`benchmarks/check_hosts.py` builds the hosts, runs them and writes this page.
 """
 
 
@@ -500,9 +501,6 @@ def main(model: Path | None, plugin: Path | None, versions: tuple[str, ...], bui
             except HostError as error:
                 raise click.ClickException(f"{release.name}: {error}") from error
         return
-    # Not above: the tests load parts of this file from outside its folder.
-    from benchmarking import synthetic
-
     models = [model] if model else [synthetic("--type", "pq2_0", *rotate) for rotate in ([], ["--rotate"])]
     try:
         plugin = plugin or plugin_path()

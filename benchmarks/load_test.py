@@ -1,7 +1,7 @@
 """What `tern serve` does under load, under abuse, and when it is ended in the midst of it.
 
-    python tools/load_test.py                            # 8 clients for 5 minutes, the tiny model
-    python tools/load_test.py -m model.gguf --clients 16 --seconds 60 -- -c 8192 -np 8
+    python benchmarks/load_test.py                            # 8 clients for 5 minutes, the tiny model
+    python benchmarks/load_test.py -m model.gguf --clients 16 --seconds 60 -- -c 8192 -np 8
 
 Clients send completions and chats, streamed or not, of random lengths, and check every answer; the server's
 memory is sampled meanwhile. Then clients hang up amid answers, malformed requests are sent, and the server is
@@ -36,7 +36,9 @@ import httpx
 
 import malformed_requests
 from benchmarking import ROOT, memory_of_tree, out_option, write_report
-from demo import free_port
+
+sys.path.insert(0, str(ROOT / "tests"))
+from llama_server import free_port
 
 TINY = ROOT / "models" / "tiny-qwen3" / "tiny-qwen3-ptq1_0.gguf"
 WORDS = ("once", "upon", "a", "time", "there", "was", "the", "little", "bird", "king", "who", "said", "blue")
@@ -472,9 +474,9 @@ def measure(server: Server, n_clients: int, seconds: float, malformed: int, seed
 EPILOG = """
 \b
 Examples
-  python tools/load_test.py
+  python benchmarks/load_test.py
       Five minutes, with the tiny model.
-  python tools/load_test.py -m model.gguf --clients 16 --seconds 60 -- -c 8192 -np 8
+  python benchmarks/load_test.py -m model.gguf --clients 16 --seconds 60 -- -c 8192 -np 8
       What follows the -- goes to the server.
 """
 
@@ -530,7 +532,7 @@ def main(
     if report:
         text = (
             f"`tern serve` with {model.name}: {clients} clients for {seconds:.0f} s, then abuse and sudden "
-            "ends. Written by `tools/load_test.py --report`."
+            "ends. Written by `benchmarks/load_test.py --report`."
         )
         words = shlex.join([*OPTIONS, *options])
         facts = [

@@ -1,7 +1,7 @@
 """How much memory ternconv takes for a model of 27 billion parameters: a synthetic checkpoint in BF16.
 
-    python tools/check_memory.py                  # 4 and 8 layers of 64, and what follows for all
-    python tools/check_memory.py --layers 64      # the whole of it: 54 GB on the disk, removed afterwards
+    python benchmarks/check_memory.py               # 4 and 8 layers of 64, and what follows for all
+    python benchmarks/check_memory.py --layers 64   # the whole of it: 54 GB on the disk, removed afterwards
 
 The checkpoint has the shape of Qwen3.5 27B (5120 wide, 64 layers, vocabulary 248320, head of its own) in
 shards of a layer each, ternary with a scale for every 128 weights, and the vocabulary that llama.cpp's
@@ -28,13 +28,14 @@ from rich.table import Table
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from bench_convert import Converter, write_bfloat16_file
+from benchmarking import ROOT
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec
 from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.qwen35 import Qwen35
-from make_synthetic import cache_dir
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from make_synthetic import cache_dir
 
 #: The pre-tokenizer of Qwen3.5, as it stands in its tokenizer.json.
 QWEN35_REGEX = (

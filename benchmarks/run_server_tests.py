@@ -1,7 +1,7 @@
 """llama.cpp's own server tests (tools/server/tests of the pinned source) against its server with the plug-in.
 
-    python tools/run_server_tests.py                        # all that can run without downloads
-    python tools/run_server_tests.py --write unit/test_basic.py unit/test_completion.py
+    python benchmarks/run_server_tests.py                        # all that can run without downloads
+    python benchmarks/run_server_tests.py --write unit/test_basic.py unit/test_completion.py
 
 They download models from a hub; here they get the tiny Qwen3, ternary and rotated (server_tests_plugin.py).
 What they say of the text that they expect then fails. So they run twice: with the plug-in and PTQ1_0, and
@@ -24,9 +24,12 @@ from pathlib import Path
 import click
 
 from benchmarking import ROOT, markdown, out_option, write_report
-from build_llama_cpp import Layout
-from demo import free_port
 from ggml_tern.host import stock as host
+
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tools"))
+from build_llama_cpp import Layout
+from llama_server import free_port
 
 TERNARY = ROOT / "models" / "tiny-qwen3" / "tiny-qwen3-ptq1_0.gguf"
 #: A test of upstream waits for an answer for 10 minutes.
@@ -166,7 +169,7 @@ def main(write: bool, out: Path, selected: tuple[str, ...]) -> None:
         text = (
             "llama.cpp's own tests of its server (`tools/server/tests`), with the plug-in and the tiny\n"
             "Qwen3 in PTQ1_0 in the place of their smallest model, and stock with the same weights in F16.\n"
-            "Written by `tools/run_server_tests.py --write`."
+            "Written by `benchmarks/run_server_tests.py --write`."
         )
         lists = (
             ("Failed with the plug-in alone", ours, for_us),

@@ -1,7 +1,7 @@
 """Measure the plug-in against stock llama.cpp on the synthetic Qwen3 0.6B, and write the table down.
 
-    python tools/bench_stock.py                   # all five, and docs/benchmarks/DATE-stock.md
-    python tools/bench_stock.py --slow-rounds 0   # without stock Q2_0, which alone takes minutes
+    python benchmarks/bench_stock.py                   # all five, and docs/benchmarks/DATE-stock.md
+    python benchmarks/bench_stock.py --slow-rounds 0   # without stock Q2_0, which alone takes minutes
 
 Every round runs the stock llama-bench once for each engine and type in turn, so that whatever else the
 machine does hits all of them alike; look at the ratios first. All files hold the very same weights.
@@ -119,7 +119,7 @@ def main(rounds: int, slow_rounds: int, threads: int, out: Path) -> None:
         "Plug-in and stock llama.cpp",
         "Synthetic Qwen3 0.6B (`tools/make_synthetic.py`), the same weights in every file. Rounds of\n"
         f"the stock `llama-bench {' '.join(bench.arguments)}`, engines in turn; mean ± standard\n"
-        "deviation over the rounds; ratios to the first row. Written by `tools/bench_stock.py`.",
+        "deviation over the rounds; ratios to the first row. Written by `benchmarks/bench_stock.py`.",
         [f"{processor}, {threads} threads, load average at the start {load:.2f}"],
         text,
     )

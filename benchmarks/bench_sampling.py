@@ -1,7 +1,7 @@
 """Measure how settings of the sampler change how much a model repeats itself.
 
-    python tools/bench_sampling.py models/tiny-qwen3/tiny-qwen3-ptq1_0.gguf
-    python tools/bench_sampling.py MODEL.gguf --text prose.txt --write    # and docs/benchmarks/DATE-…
+    python benchmarks/bench_sampling.py models/tiny-qwen3/tiny-qwen3-ptq1_0.gguf
+    python benchmarks/bench_sampling.py MODEL.gguf --text prose.txt --write    # and docs/benchmarks/DATE-…
 
 The model continues sentences of a text. Of what it writes, and of what the text itself goes on with, two
 things are counted in words:
@@ -120,7 +120,7 @@ def main(model: Path, text: Path, count: int, seed: int, write: bool, out: Path)
             f"{model.name} continues {count} sentences of {text.name}, of which it is given {N_BEGINNING} "
             f"words. Repeated: the share of\nsequences of 4 words that were there before in the same answer "
             f"of up to {N_WORDS} words. Distinct: different pairs of words in\nall answers, as a share of "
-            "all pairs. Written by `tools/bench_sampling.py`."
+            "all pairs. Written by `benchmarks/bench_sampling.py`."
         )
         facts = [
             "but for what is named, the sampler draws from all tokens: top-k 0, top-p 1, min-p 0, penalty 1"

@@ -5,7 +5,7 @@ once into the cache and checked against its SHA-256. Out comes plain text, one p
 no headings, notes or verse numbers, and ASCII quotation marks and dashes. (The name World English Bible is a
 trademark that stands for the unchanged text only, so do not call the result by it.)
 
-    python tools/tiny_text.py > text.txt
+    python training/tiny_text.py > text.txt
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check a model shaped like the released 27B in stock llama.cpp: its first four layers, and its whole header.
 
-    python tools/check_27b.py                # serve four layers, compare their logits with torch
-    python tools/check_27b.py --full-header  # load all 64 layers dry, and plan the memory for them
+    python benchmarks/check_27b.py                # serve four layers, compare their logits with torch
+    python benchmarks/check_27b.py --full-header  # load all 64 layers dry, and plan the memory for them
 
 The four layers (three of Gated DeltaNet, one of attention; tools/make_synthetic.py) have the keys, names,
 shapes and types of the released file, random ternary weights and a rotation with random signs. The stock
@@ -34,10 +34,13 @@ from rich.table import Table
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-import demo
+from benchmarking import ROOT
 from compare_logits import Agreement, Serving, compare, entropy, host_logits
 from ggml_tern import _core
 from ggml_tern.errors import TernError
+
+sys.path.insert(0, str(ROOT / "tools"))
+import demo
 from make_synthetic import CHUNK, EMBEDDING, HEAD, cached_synthetic, with_layers, write_header_only
 
 MODEL, LAYERS, BLOCK = "qwen35-27b", 4, 1024

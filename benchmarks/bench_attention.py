@@ -1,7 +1,7 @@
 """Measure attention after a long context: the plug-in's own against the stock one, in the same host.
 
-    python tools/bench_attention.py                       # 0.6B, 8192 tokens, f16, q8_0 and q4_0 caches
-    python tools/bench_attention.py --depth 2048 --kv q8_0
+    python benchmarks/bench_attention.py                       # 0.6B, 8192 tokens, f16, q8_0 and q4_0 caches
+    python benchmarks/bench_attention.py --depth 2048 --kv q8_0
 
 Two processes of llama-cpp-python run the plug-in, one of them with TERN_ATTENTION=stock. The context is
 computed once, by our own attention, which is quicker; both begin with that state. Then they take turns:
@@ -202,7 +202,7 @@ def main(
         f"Attention after {depth} tokens",
         "Synthetic Qwen3 0.6B in PQ2_0; the plug-in in llama-cpp-python, with its own attention and with\n"
         "TERN_ATTENTION=stock, in turn, all from the same state. Medians (least-greatest) of "
-        f"{rounds} rounds;\nratios of the medians. Written by `tools/{Path(__file__).name}`.",
+        f"{rounds} rounds;\nratios of the medians. Written by `benchmarks/{Path(__file__).name}`.",
         [f"{threads} threads, load average at the start {load:.2f}"],
         text,
     )

@@ -1,7 +1,7 @@
 """Measure what the rotation costs: the synthetic Qwen3 0.6B with and without it, through the plug-in.
 
-    python tools/bench_rotation.py               # PQ2_0 and PTQ1_0, and docs/benchmarks/DATE-rotation.md
-    python tools/bench_rotation.py --rounds 3 --type pq2_0
+    python benchmarks/bench_rotation.py               # PQ2_0 and PTQ1_0, and docs/benchmarks/DATE-rotation.md
+    python benchmarks/bench_rotation.py --rounds 3 --type pq2_0
 
 Every round calls the stock llama-bench once for each file in turn, plain before rotated and then the other
 way round, so that whatever else the machine does hits both alike. Both files of a type hold the same trits,
@@ -104,7 +104,7 @@ def main(rounds: int, threads: int, types: tuple[str, ...], out: Path) -> None:
         "Synthetic Qwen3 0.6B (`tools/make_synthetic.py`, with and without `--rotate`), the same trits in\n"
         f"both files of a type. Rounds of the stock `llama-bench {' '.join(bench.arguments)}` with the\n"
         "plug-in, files in turn; median ± standard deviation over all samples; ratios of the medians.\n"
-        "Written by `tools/bench_rotation.py`.",
+        "Written by `benchmarks/bench_rotation.py`.",
         [f"{processor}, {threads} threads, load average at the start {load:.2f}"],
         text,
     )

@@ -1,7 +1,7 @@
 """Compare the logits of a served ternary model with a plain computation on its decoded weights.
 
-    python tools/compare_logits.py MODEL.gguf HF_DIR  # a converted checkpoint and its config
-    python tools/compare_logits.py MODEL.gguf         # Qwen3: config from the file itself
+    python benchmarks/compare_logits.py MODEL.gguf HF_DIR  # a converted checkpoint and its config
+    python benchmarks/compare_logits.py MODEL.gguf         # Qwen3: config from the file itself
 
 The served logits come from stock llama.cpp (through llama-cpp-python) with the plug-in, on the main device
 and with everything on the CPU list, with KV caches in fp16 and in fp32. The plain computation is the

@@ -1,6 +1,6 @@
 """Train the tiny models of models/: ternary weights in a Hadamard-rotated basis, from the first step on.
 
-    python tools/train_tiny.py tiny-qwen3      # or tiny-qwen35
+    python training/train_tiny.py tiny-qwen3      # or tiny-qwen35
 
 The models are the unmodified ones of transformers. Every weight matrix that is to be folded gets a
 parametrization: what is trained is a full-precision matrix in the rotated basis; what the model computes with

@@ -1,9 +1,9 @@
 """Measure the plug-in, stock llama.cpp and other engines in turn, and write the ratios down.
 
-    python tools/bench_peers.py                                 # docs/benchmarks/DATE-peers.md
-    python tools/bench_peers.py --peer ik=../ik_llama.cpp/build/bin/llama-bench:iq2_bn.gguf
-    python tools/bench_peers.py --depth 8192 --rounds 1         # attention: DATE-peers-d8192.md
-    python tools/bench_peers.py --roofline --model qwen3-1.7b   # shares of the machine's bounds
+    python benchmarks/bench_peers.py                                 # docs/benchmarks/DATE-peers.md
+    python benchmarks/bench_peers.py --peer ik=../ik_llama.cpp/build/bin/llama-bench:iq2_bn.gguf
+    python benchmarks/bench_peers.py --depth 8192 --rounds 1         # attention: DATE-peers-d8192.md
+    python benchmarks/bench_peers.py --roofline --model qwen3-1.7b   # shares of the machine's bounds
 
 Every round calls the llama-bench of each engine once, in turn, so that whatever else the machine does hits
 all of them alike; look at the ratios first. All files but those that peers bring hold the very same weights.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +23,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import make_synthetic
 import roofline
 from benchmarking import (
     PLUGIN,
+    ROOT,
     STOCK,
     BenchFailed,
     Engine,
@@ -37,6 +38,9 @@ from benchmarking import (
     synthetic,
     write_report,
 )
+
+sys.path.insert(0, str(ROOT / "tools"))
+import make_synthetic
 
 N_PROMPT, N_GENERATE = 512, 64
 DEFAULT_MODEL = "qwen3-0.6b"
@@ -426,7 +430,7 @@ def main(
             "-".join([kind, *([model] if model != DEFAULT_MODEL else []), *([f"d{depth}"] if depth else [])]),
             TITLES[kind],
             f"Synthetic {model} (`tools/make_synthetic.py`). {TEXTS[kind]}\n"
-            "Written by `tools/bench_peers.py`.",
+            "Written by `benchmarks/bench_peers.py`.",
             facts,
             text,
         )

@@ -1,7 +1,7 @@
 """Measure how long tern serve takes to switch between two ternary models by name.
 
-    python tools/bench_router.py                 # and docs/benchmarks/DATE-router.md
-    python tools/bench_router.py --rounds 20 --model first.gguf --model second.gguf
+    python benchmarks/bench_router.py                 # and docs/benchmarks/DATE-router.md
+    python benchmarks/bench_router.py --rounds 20 --model first.gguf --model second.gguf
 
 A request for one token names the models in turn: with one model loaded at a time, when each switch ends one
 llama-server and starts another, and with both loaded. The files are in the page cache.
@@ -90,7 +90,7 @@ def main(rounds: int, paths: tuple[Path, ...], out: Path) -> None:
         "Requests for one token through `tern serve` with two models, by name in turn: from sending it\n"
         "to the whole answer. With 1 loaded, a switch ends one llama-server and starts another, which\n"
         "loads its model from the page cache; with 2, the router only passes the request on. `stay` asks\n"
-        "the same model again. Written by `tools/bench_router.py`."
+        "the same model again. Written by `benchmarks/bench_router.py`."
     )
     facts = [sizes, f"{os.cpu_count()} processors, load average at the start {load:.2f}"]
     click.echo(write_report(out, "router", "Switching models by name", text, facts, table))

@@ -1,6 +1,6 @@
 """The models of models/ in plain PyTorch: what a rotated checkpoint means, computed without the plug-in.
 
-    python tools/tiny_reference.py models/tiny-qwen3
+    python training/tiny_reference.py models/tiny-qwen3
 
 Loads a checkpoint whose weights are stored in a Hadamard-rotated basis into the unmodified transformers
 model, in float32: every weight that hadamard_packing.json names is first brought back to the plain basis.

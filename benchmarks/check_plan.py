@@ -1,7 +1,7 @@
 """Compare `tern plan` with what a stock llama-server takes, model by model.
 
-    python tools/check_plan.py                     # tiny models, synthetic 0.6B and 1.7B, 27B cut to 4 layers
-    python tools/check_plan.py model.gguf          # this one, at several contexts and KV types
+    python benchmarks/check_plan.py               # tiny models, synthetic 0.6B and 1.7B, 27B cut to 4 layers
+    python benchmarks/check_plan.py model.gguf    # this one, at several contexts and KV types
 
 Each way to run a model is a llama-server of its own, with --cache-ram 0 and --ctx-checkpoints 0, all of whose
 context is filled by prompts. Then its anonymous memory is compared with the plan without the weights that

@@ -1,6 +1,6 @@
 """A pytest plug-in for llama.cpp's own server tests: our tiny model in the place of the one they download.
 
-Loaded by tools/run_server_tests.py into upstream's tests, which stay as they are. Their smallest model
+Loaded by benchmarks/run_server_tests.py into upstream's tests, which stay as they are. Their smallest model
 (stories260K, for all that needs no certain model) becomes $TERN_TEST_MODEL; tests that want another one are
 skipped.
 """
