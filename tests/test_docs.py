@@ -166,7 +166,7 @@ def fault(words: list[str]) -> str:
     """What is wrong with a command line; empty where nothing is."""
     name, *rest = words
     if name.endswith(("python", "python3")):
-        if not rest or not rest[0].startswith(("tools/", "examples/")):
+        if not rest or not rest[0].startswith(("benchmarks/", "examples/", "tools/", "training/")):
             return ""
         script = (ROOT / rest[0]).read_text(encoding="utf-8")
         given = [word.partition("=")[0] for word in rest[1:] if word.startswith("--")]
