@@ -31,8 +31,8 @@ from bench_convert import Converter, write_bfloat16_file
 from benchmarking import ROOT
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.qwen35 import Qwen35
+from ggml_tern.convert.read.config import Config
 
 sys.path.insert(0, str(ROOT / "tools"))
 from make_synthetic import cache_dir

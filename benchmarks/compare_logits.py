@@ -34,10 +34,11 @@ from rich.table import Table
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec
-from ggml_tern.convert.quantize.targets import Target, type_by_id
+from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Piece, Stats
 from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.types import type_by_id
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -32,9 +32,10 @@ from convert_models import (
     write_weights,
 )
 from ggml_tern import _core
+from ggml_tern.convert.model.choice import TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType, TypeChoice
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.types import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType
 from reference import formats
 from reference.small_disk import in_small_tmpfs
 

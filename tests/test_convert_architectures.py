@@ -34,15 +34,16 @@ from convert_models import (
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import REGISTRY, find_architecture
 from ggml_tern.convert.model.architectures.base import Architecture, Role
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.decoder import interleaved_heads
 from ggml_tern.convert.model.architectures.qwen35 import tiled_heads
 from ggml_tern.convert.model.architectures.rope import Rope
+from ggml_tern.convert.model.choice import TypeChoice
 from ggml_tern.convert.model.sources import find_sources
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import Q8_0, TypeChoice
 from ggml_tern.convert.read.checkpoint import Checkpoint
+from ggml_tern.convert.read.config import Config
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.types import Q8_0
 
 F64 = npt.NDArray[np.float64]
 

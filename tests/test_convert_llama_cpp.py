@@ -37,20 +37,11 @@ from convert_models import (
     write_weights,
 )
 from ggml_tern import _core
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import (
-    F32,
-    PQ2_0,
-    PTQ1_0,
-    Q2_0,
-    Q8_0,
-    TQ2_0,
-    Keep,
-    TensorType,
-    TypeChoice,
-)
 from ggml_tern.host import stock as host
 from ggml_tern.host.run import find_program
+from ggml_tern.tensors.types import F32, PQ2_0, PTQ1_0, Q2_0, Q8_0, TQ2_0, TensorType
 from llama_server import serving
 from reference import gguf_bytes, gguf_files, in_llama
 from transformers_models import (

@@ -17,11 +17,12 @@ from transformers.integrations.bitnet import AutoBitLinear, BitLinear, WeightQua
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from convert_models import llama_config, llama_dir, random_tensors, write_json
+from ggml_tern.convert.model.choice import TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import PQ2_0, Q8_0, TypeChoice
 from ggml_tern.convert.read.checkpoint import Checkpoint
-from ggml_tern.convert.read.decoding import as_float32
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.types import PQ2_0, Q8_0
+from ggml_tern.tensors.values import as_float32
 
 F32Array = npt.NDArray[np.float32]
 Torch = dict[str, torch.Tensor]

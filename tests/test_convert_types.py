@@ -23,8 +23,12 @@ from convert_models import (
 )
 from ggml_tern import _core
 from ggml_tern.cli.ternconv import main as ternconv
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import Report, convert
-from ggml_tern.convert.quantize.targets import (
+from ggml_tern.convert.summary import smells, ternary_notes
+from ggml_tern.errors import TernError
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.tensors.types import (
     BF16,
     F32,
     PQ2_0,
@@ -35,13 +39,8 @@ from ggml_tern.convert.quantize.targets import (
     TENSOR_TYPES,
     TERNARY,
     TQ2_0,
-    Keep,
     TensorType,
-    TypeChoice,
 )
-from ggml_tern.convert.summary import smells, ternary_notes
-from ggml_tern.errors import TernError
-from ggml_tern.gguf.reader import GGUFSource
 
 F32Array = npt.NDArray[np.float32]
 

@@ -17,10 +17,10 @@ import pytest
 
 import check_roundtrips
 from ggml_tern import _core
-from ggml_tern.convert.quantize.targets import FILE_TYPES
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.gguf.repacking import TARGETS, Report, repack
+from ggml_tern.tensors.types import FILE_TYPES
 from reference import formats as ref
 from reference import gguf_files as files
 from reference.random_inputs import random_ternary

@@ -17,11 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert_models import byte_level_tokenizer, smollm_steps, write_byte_level
 from ggml_tern.cli.ternconv import main as ternconv
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import F32, Q8_0, Keep, TypeChoice
 from ggml_tern.convert.read.lora import open_adapter
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.tensors.types import F32, Q8_0
 
 PLAIN = TypeChoice(Q8_0, keep=(Keep("*", F32),))
 

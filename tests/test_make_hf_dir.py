@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import make_hf_dir
 from convert_models import mixed_lines, tokens_in_llama_cpp
 from ggml_tern import _core
+from ggml_tern.convert.model.choice import TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import Q8_0, TypeChoice
+from ggml_tern.tensors.types import Q8_0
 
 F32Array = npt.NDArray[np.float32]
 

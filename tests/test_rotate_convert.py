@@ -19,15 +19,16 @@ import rotated_files
 from convert_models import gemma3_dir, llama_dir, write_json
 from ggml_tern import _core
 from ggml_tern.cli.ternconv import main
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.model.models import open_model
 from ggml_tern.convert.pipeline import Report, convert
-from ggml_tern.convert.quantize.targets import F16, F32, PQ2_0, PTQ1_0, TQ2_0, Keep, TypeChoice
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.convert.rotate.rotation import RotationChoice, random_signs
 from ggml_tern.convert.verify import Verdict, verify
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.gguf.repacking import unrotate
+from ggml_tern.tensors.types import F16, F32, PQ2_0, PTQ1_0, TQ2_0
 from reference import formats as ref
 from rotated_checkpoints import (
     CONFIGS,

@@ -13,14 +13,15 @@ import pytest
 
 import rotated_files
 from ggml_tern import _core
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import F16, F32, PQ2_0, PTQ1_0, Q8_0, TQ2_0, Keep, TypeChoice
 from ggml_tern.convert.rotate.rotation import RotationChoice
 from ggml_tern.convert.verify import Verdict, verify
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.digest import hash_tensors
 from ggml_tern.gguf.reader import HADAMARD, GGUFSource
 from ggml_tern.gguf.repacking import TARGETS, repack, unrotate
+from ggml_tern.tensors.types import F16, F32, PQ2_0, PTQ1_0, Q8_0, TQ2_0
 from reference import gguf_bytes
 from rotated_checkpoints import decoded
 from rotated_files import RECIPES, RotatedModel

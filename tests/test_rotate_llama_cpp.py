@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import compare_logits
 from ggml_tern import _core
+from ggml_tern.convert.model.choice import TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import PQ2_0, PTQ1_0, TypeChoice
 from ggml_tern.convert.rotate.rotation import RotationChoice, random_signs
 from ggml_tern.gguf.reader import HADAMARD, GGUFSource
 from ggml_tern.gguf.repacking import unrotate
+from ggml_tern.tensors.types import PQ2_0, PTQ1_0
 from rotated_checkpoints import is_matrix
 from rotated_files import Rotation
 from transformers_models import plain_logits, plain_model, served_logits, ternary, transformers_dir

@@ -16,7 +16,7 @@ import check_27b
 import compare_logits
 import make_synthetic as synthetic
 from ggml_tern import _core
-from ggml_tern.convert.quantize.targets import PTQ1_0
+from ggml_tern.tensors.types import PTQ1_0
 
 Serving = compare_logits.Serving
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from convert_models import gemma3_dir, llama_dir, per_group, per_tensor, ternary_dir
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import F32, PQ2_0, PTQ1_0, Q2_0, Q4_0, Q8_0, TQ2_0, Keep, TypeChoice
 from ggml_tern.convert.verify import Verdict, verify
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.tensors.types import F32, PQ2_0, PTQ1_0, Q2_0, Q4_0, Q8_0, TQ2_0
 
 TERN = str(Path(sys.executable).parent / "tern")
 

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from convert_models import byte_level_tokenizer, smollm_steps, write_byte_level
-from ggml_tern.convert.quantize.targets import F32, TensorType, TypeChoice
+from ggml_tern.convert.model.choice import TypeChoice
+from ggml_tern.tensors.types import F32, TensorType
 
 
 def served_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float32]:

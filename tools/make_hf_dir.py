@@ -32,7 +32,7 @@ from safetensors import TensorSpec as StoredSpec
 from safetensors import serialize_file
 
 from ggml_tern.convert.model.architectures import REGISTRY
-from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.read.config import Config
 from ggml_tern.convert.read.sentencepiece_model import BPE, Model
 
 SPACE = "▁"

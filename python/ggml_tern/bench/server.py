@@ -23,8 +23,8 @@ import numpy as np
 
 from ggml_tern.bench.report import Grid, Report
 from ggml_tern.errors import TernError
-from ggml_tern.gguf.reader import printable
 from ggml_tern.plots import Panel
+from ggml_tern.tensors.names import printable
 
 #: Seconds for a server to accept a connection, and to answer what is no completion.
 PATIENCE = 10.0

@@ -14,20 +14,14 @@ import click
 from rich.console import Console
 
 from ggml_tern.cli.lora_option import LORA
+from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.quantize.targets import (
-    GROUP_TYPES,
-    MATRIX_TYPES,
-    TENSOR_TYPES,
-    TYPE_OF_BITS,
-    Keep,
-    TypeChoice,
-)
 from ggml_tern.convert.read.lora import open_adapter
 from ggml_tern.convert.rotate.rotation import BLOCKS, DEFAULT_BLOCK, RotationChoice
 from ggml_tern.convert.summary import print_summary
 from ggml_tern.errors import TernError
 from ggml_tern.progress import byte_progress
+from ggml_tern.tensors.types import GROUP_TYPES, MATRIX_TYPES, TENSOR_TYPES, TYPE_OF_BITS
 
 EPILOG = """
 \b

@@ -16,31 +16,19 @@ import numpy as np
 from ggml_tern import _core
 from ggml_tern.atomic_file import check_output
 from ggml_tern.convert.model.architectures import Role
-from ggml_tern.convert.model.models import InputModel, open_model
-from ggml_tern.convert.quantize.targets import (
-    F16,
-    FILE_TYPES,
-    Target,
-    TypeChoice,
-    check_choice,
-    choose_target,
-    type_by_id,
-)
+from ggml_tern.convert.model.choice import TypeChoice, check_choice
+from ggml_tern.convert.model.hadamard import EMBEDDING, FOLDED_TYPES, add_rotation_keys
+from ggml_tern.convert.model.input_model import InputModel
+from ggml_tern.convert.model.models import open_model
+from ggml_tern.convert.quantize.rotated_targets import check_folded_types, folded_rotations, kept_target
+from ggml_tern.convert.quantize.targets import Target, choose_target
 from ggml_tern.convert.quantize.ternarize import Stats, encode, is_ternary
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.convert.rotate.rotated_ternary import find_rotation, folded, is_plain_ternary, snaps
-from ggml_tern.convert.rotate.rotation import (
-    EMBEDDING,
-    FOLDED_TYPES,
-    RotationChoice,
-    add_rotation_keys,
-    check_folded_types,
-    folded_rotations,
-    kept_target,
-    plan_rotation,
-)
+from ggml_tern.convert.rotate.rotation import RotationChoice, plan_rotation
 from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.types import F16, FILE_TYPES, type_by_id
 
 
 @dataclass

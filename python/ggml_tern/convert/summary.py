@@ -10,8 +10,10 @@ from rich.table import Table
 
 from ggml_tern.convert.model.architectures import Role
 from ggml_tern.convert.pipeline import Report
-from ggml_tern.convert.quantize.targets import F32, Target, TensorType, kind_name
+from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Stats
+from ggml_tern.tensors.names import kind_name
+from ggml_tern.tensors.types import F32, TensorType
 
 #: Shares of zeros between which trained ternary models lie.
 _USUAL_ZEROS = (0.2, 0.8)

@@ -19,14 +19,16 @@ from rich.table import Table
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import TensorSpec
 from ggml_tern.convert.model.models import open_model
-from ggml_tern.convert.model.sources import Source
-from ggml_tern.convert.quantize.targets import GROUP_TYPES, Target, type_by_id
-from ggml_tern.convert.quantize.ternarize import Stats, encode, prepared_rows
-from ggml_tern.convert.read.decoding import as_float32
+from ggml_tern.convert.model.sources import Source, prepared_rows
+from ggml_tern.convert.quantize.targets import Target
+from ggml_tern.convert.quantize.ternarize import Stats, encode
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.convert.rotate.rotated_ternary import Fold, folded, unit_roundoff
 from ggml_tern.errors import TernError
-from ggml_tern.gguf.reader import GGUFSource, GGUFTensor, printable
+from ggml_tern.gguf.reader import GGUFSource, GGUFTensor
+from ggml_tern.tensors.names import printable
+from ggml_tern.tensors.types import GROUP_TYPES, type_by_id
+from ggml_tern.tensors.values import as_float32
 
 #: Weights compared at a time.
 _PIECE = 1 << 19

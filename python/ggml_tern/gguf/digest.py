@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from ggml_tern import _core
 from ggml_tern.errors import TernError
 from ggml_tern.gguf import i2_s
-from ggml_tern.gguf.reader import GGUFSource, GGUFTensor, printable
+from ggml_tern.gguf.reader import GGUFSource, GGUFTensor
+from ggml_tern.tensors.names import printable
 
 # In a byte, or in eight, the low bits of the 2-bit codes.
 _LOW_BITS = np.uint64(0x5555555555555555)

@@ -21,10 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ggml_tern import _core
-from ggml_tern.convert.quantize.targets import kind_name
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.digest import canonical_blocks
-from ggml_tern.gguf.reader import HADAMARD, ROTATED_TYPES, GGUFSource, GGUFTensor, printable
+from ggml_tern.gguf.reader import HADAMARD, ROTATED_TYPES, GGUFSource, GGUFTensor
+from ggml_tern.tensors.names import kind_name, printable
 
 #: Elements of an array that are told.
 _FIRST = 8

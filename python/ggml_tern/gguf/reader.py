@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ggml_tern import _core
 from ggml_tern.errors import TernError
 from ggml_tern.gguf import i2_s
+from ggml_tern.tensors.names import printable
 
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 
@@ -35,11 +36,6 @@ _PLAIN: dict[int, np.dtype[Any]] = {
     _core.TYPE_F16: np.dtype("<f2"),
     _core.TYPE_BF16: np.dtype("<u2"),
 }
-
-
-def printable(text: str) -> str:
-    """Text from a file, safe in a message or on a terminal: one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True)

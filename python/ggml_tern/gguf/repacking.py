@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.atomic_file import AtomicFile, EarlySync, check_output
-from ggml_tern.convert.quantize.targets import FILE_TYPES
-from ggml_tern.convert.read.decoding import as_float32
 from ggml_tern.errors import TernError
 from ggml_tern.gguf import i2_s
 from ggml_tern.gguf.reader import (
@@ -38,6 +36,8 @@ from ggml_tern.gguf.reader import (
     Part,
 )
 from ggml_tern.ordered import in_order
+from ggml_tern.tensors.types import FILE_TYPES
+from ggml_tern.tensors.values import as_float32
 
 #: The types that can be written, by the names of an option.
 TARGETS = {_core.type_name(type_id).lower(): type_id for type_id in _core.TERNARY_TYPES}

@@ -23,9 +23,10 @@ from rich.table import Table
 
 from ggml_tern import _core
 from ggml_tern.errors import TernError
-from ggml_tern.gguf.reader import GGUFSource, GGUFTensor, printable
+from ggml_tern.gguf.reader import GGUFSource, GGUFTensor
 from ggml_tern.host.stock import DEVICE
 from ggml_tern.plots import Panel, write_plot
+from ggml_tern.tensors.names import printable
 
 #: What llama-server takes unless it is told otherwise: tokens in one pass, and conversations at a time, which
 #: then share one KV cache.

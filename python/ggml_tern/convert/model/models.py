@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ from yaml import YAMLError
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec, find_architecture
 from ggml_tern.convert.model.architectures.bitnet import ACTIVATION_KEY, notes_on_squared_relu
+from ggml_tern.convert.model.hadamard import add_rotation_keys
+from ggml_tern.convert.model.input_model import InputModel
+from ggml_tern.convert.model.rotated_checkpoint import apply_manifest
 from ggml_tern.convert.model.sources import Source, find_sources
 from ggml_tern.convert.model.vocab import read_vocab
 from ggml_tern.convert.read.checkpoint import Checkpoint
+from ggml_tern.convert.read.hadamard_manifest import MANIFEST_FILE, read_manifest
 from ggml_tern.convert.read.lora import Adapter
-from ggml_tern.convert.rotate.hadamard_manifest import MANIFEST_FILE, apply_manifest, read_manifest
-from ggml_tern.convert.rotate.rotation import add_rotation_keys
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import (
     LEGACY_NOTE,
@@ -37,46 +38,6 @@ from ggml_tern.gguf.reader import (
 _FULL_PRECISION = re.compile(
     r"(.*\.)?(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|ssm_alpha|ssm_beta|ssm_ba|.*norm.*)"
 )
-
-
-class InputModel(ABC):
-    """A model to convert.
-
-    Attributes:
-        path: the directory or file.
-        arch: what llama.cpp calls the architecture.
-        specs: the tensors of the GGUF file to write, in file order.
-        sources: what each is made of, by its name.
-        tied: whether the embedding serves as head.
-        rotations: of the tensors that are stored in a rotated basis, by name.
-        value_heads: as `Architecture.value_heads`.
-        notes: one line for each thing that the user should know.
-    """
-
-    path: Path
-    arch: str
-    specs: list[TensorSpec]
-    sources: dict[str, list[Source]]
-    tied: bool
-    rotations: dict[str, _core.Rotation]
-    value_heads: tuple[int, int] | None
-    notes: list[str]
-
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """Every file that the conversion may read from: what an output must never overwrite."""
-
-    @abstractmethod
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """Write all keys but those that tell the types."""
-
-    @abstractmethod
-    def notes_for(self, types: Mapping[str, int]) -> list[str]:
-        """One line for each thing to know if the tensors have these ggml type ids, by their names."""
-
-    @property
-    def n_weights(self) -> int:
-        return sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in self.specs)
 
 
 class HuggingFaceModel(InputModel):

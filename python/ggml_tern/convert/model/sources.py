@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Architecture, TensorSpec
-from ggml_tern.convert.read.checkpoint import Checkpoint, Rows, StoredTensor
+from ggml_tern.convert.read.checkpoint import Checkpoint, StoredTensor
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.values import Rows, as_float32
 
 #: Rows compared at a time.
 _ROWS = 1024
@@ -116,3 +118,24 @@ def _same_bits(one: Rows, other: Rows) -> bool:
         one[start : start + _ROWS].tobytes() == other[start : start + _ROWS].tobytes()
         for start in range(0, one.shape[0], _ROWS)
     )
+
+
+def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> NDArray[Any]:
+    """Some rows of one source of a tensor as the file has them before quantization: reordered, shifted, with
+    the function applied. float32, float16, or uint16 holding bfloat16 bits."""
+    rows = source.rows[chosen_rows(spec, start, stop)]
+    column_order = spec.row_order if len(spec.shape) == 1 else spec.column_order
+    if column_order is not None:
+        rows = rows[:, column_order]
+    if spec.shift:
+        rows = as_float32(rows) + np.float32(spec.shift)
+    if spec.function is not None:
+        rows = spec.function(as_float32(rows))
+    return rows
+
+
+def chosen_rows(spec: TensorSpec, start: int, stop: int) -> slice | NDArray[np.intp]:
+    """Which rows of a source become the rows from start to stop."""
+    if spec.row_order is None or len(spec.shape) == 1:
+        return slice(start, stop)
+    return spec.row_order[start:stop]

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import TensorSpec
-from ggml_tern.convert.model.sources import Source
-from ggml_tern.convert.quantize.targets import GROUP_TYPES, PQ2_0, Target
-from ggml_tern.convert.read.decoding import as_float32
+from ggml_tern.convert.model.sources import Source, chosen_rows, prepared_rows
+from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.errors import TernError
 from ggml_tern.ordered import in_order
+from ggml_tern.tensors.types import GROUP_TYPES, PQ2_0
+from ggml_tern.tensors.values import as_float32
 
 #: Weights in one piece of work: large enough to hide the cost of a call, small enough for the caches.
 _PIECE = 1 << 19
@@ -142,30 +143,9 @@ def encode(
     )
 
 
-def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> NDArray[Any]:
-    """Some rows of one source of a tensor as the file has them before quantization: reordered, shifted, with
-    the function applied. float32, float16, or uint16 holding bfloat16 bits."""
-    rows = source.rows[_chosen_rows(spec, start, stop)]
-    column_order = spec.row_order if len(spec.shape) == 1 else spec.column_order
-    if column_order is not None:
-        rows = rows[:, column_order]
-    if spec.shift:
-        rows = as_float32(rows) + np.float32(spec.shift)
-    if spec.function is not None:
-        rows = spec.function(as_float32(rows))
-    return rows
-
-
-def _chosen_rows(spec: TensorSpec, start: int, stop: int) -> slice | NDArray[np.intp]:
-    """Which rows of a source become the rows from start to stop."""
-    if spec.row_order is None or len(spec.shape) == 1:
-        return slice(start, stop)
-    return spec.row_order[start:stop]
-
-
 def check_finite(spec: TensorSpec, source: Source, start: int, stop: int) -> None:
     """Raise TernError naming the element for a NaN and an infinity among some rows of a source."""
-    chosen = _chosen_rows(spec, start, stop)
+    chosen = chosen_rows(spec, start, stop)
     rows = source.rows[chosen]
     # In bfloat16, an exponent of all ones is an infinity or a NaN.
     exponent = np.uint16(0x7F80)

@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ggml_tern.convert.read.decoding import Rows, load_rows
+from ggml_tern.convert.read.decoding import load_rows
 from ggml_tern.convert.read.json_files import CONFIG_FILE, read_json
 from ggml_tern.convert.read.lora import Adapter, merge
 from ggml_tern.convert.read.quantization import pair_scales, read_quantization
 from ggml_tern.convert.read.stored_tensors import StoredTensor, open_safetensors
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.values import Rows
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

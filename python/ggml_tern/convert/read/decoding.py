@@ -7,32 +7,20 @@ a few pieces whatever the size of a tensor. All arithmetic is in float32, as in 
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern.convert.read.stored_tensors import Scale, StoredTensor, map_tensor
 from ggml_tern.errors import TernError
-
-#: Which rows: a slice, or their numbers.
-Chosen = slice | NDArray[np.intp]
+from ggml_tern.tensors.values import Chosen, Rows, as_float32
 
 #: BitNet packs four codes of two bits into a byte, each of another row.
 ROWS_PER_BYTE = 4
 
 #: Elements in one step of a pass over a whole tensor.
 _STEP = 1 << 20
-
-
-class Rows(Protocol):
-    """A matrix that is read by rows. A numpy array is one; others decode what they are asked for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, rows: Chosen, /) -> NDArray[Any]:
-        """Some of the rows: float32, float16, or uint16 holding bfloat16 bits."""
 
 
 def load_rows(tensor: StoredTensor) -> Rows:
@@ -76,13 +64,6 @@ def _load_scales(scale: Scale) -> Rows:
     if scale.tensor.dtype == "U8":
         return TableRows(grid, _TABLES["F8_E8M0"])
     return _unscaled(grid, scale.tensor)
-
-
-def as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
-    """The values of rows as `Rows` gives them."""
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return rows.astype(np.float32, copy=False)
 
 
 class TableRows:

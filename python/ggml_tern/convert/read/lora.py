@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_tern.convert.model.architectures.config import Config
-from ggml_tern.convert.read.decoding import Chosen, Rows, as_float32, load_rows
+from ggml_tern.convert.read.config import Config
+from ggml_tern.convert.read.decoding import load_rows
 from ggml_tern.convert.read.json_files import read_json
 from ggml_tern.convert.read.stored_tensors import StoredTensor, open_safetensors
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.values import Chosen, Rows, as_float32
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -11,21 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import TensorSpec
-from ggml_tern.convert.model.sources import Source
-from ggml_tern.convert.quantize.targets import PQ2_0, TypeChoice, kind_name
-from ggml_tern.convert.quantize.ternarize import prepared_rows
-from ggml_tern.convert.read.decoding import as_float32
+from ggml_tern.convert.model.choice import TypeChoice
+from ggml_tern.convert.model.input_model import InputModel
+from ggml_tern.convert.model.sources import Source, prepared_rows
 from ggml_tern.convert.rotate.rotation import BLOCKS, RotationChoice, candidates
-
-if TYPE_CHECKING:
-    from ggml_tern.convert.model.models import InputModel
+from ggml_tern.tensors.names import kind_name
+from ggml_tern.tensors.types import PQ2_0
+from ggml_tern.tensors.values import as_float32
 
 _GROUP = PQ2_0.block
 #: Rows of a tensor, and tensors of a model, that are looked at before all of them are.

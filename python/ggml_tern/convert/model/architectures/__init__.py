@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggml_tern.convert.model.architectures.base import Architecture, Role, TensorSpec
 from ggml_tern.convert.model.architectures.bitnet import BitNet
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.gemma3 import Gemma3
 from ggml_tern.convert.model.architectures.llama import Llama, Mistral
 from ggml_tern.convert.model.architectures.qwen import Qwen2, Qwen3, Qwen3Moe
 from ggml_tern.convert.model.architectures.qwen35 import Qwen35
+from ggml_tern.convert.read.checkpoint import Checkpoint
+from ggml_tern.convert.read.config import Config
 from ggml_tern.convert.read.json_files import CONFIG_FILE
 from ggml_tern.errors import TernError
-
-if TYPE_CHECKING:
-    from ggml_tern.convert.read.checkpoint import Checkpoint
 
 #: config.json's `architectures` entry -> the class that serves it.
 REGISTRY: dict[str, type[Architecture]] = {

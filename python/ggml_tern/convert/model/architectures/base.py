@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.read.config import Config
 
 
 class Role(enum.Enum):

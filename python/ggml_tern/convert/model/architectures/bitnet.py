@@ -14,8 +14,8 @@ import gguf
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures.base import Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.decoder import Decoder
+from ggml_tern.convert.read.config import Config
 
 #: The file's word on the activation of the gate, "silu" where it is missing.
 ACTIVATION_KEY = "bitnet.hidden_activation"

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern.convert.model.architectures.base import Architecture, Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.rope import COMMON_KINDS, read_rope, rotated_part
+from ggml_tern.convert.read.config import Config
 
 
 def interleaved_heads(n_heads: int, head_dim: int) -> NDArray[np.intp]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import gguf
 
 from ggml_tern.convert.model.architectures.base import Architecture, Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.rope import Rope
+from ggml_tern.convert.read.config import Config
 
 #: Every sixth layer attends to everything, the others to a sliding window: llama.cpp's default as well as
 #: Google's.

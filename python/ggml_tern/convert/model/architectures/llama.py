@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import gguf
 
 from ggml_tern.convert.model.architectures.base import Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.decoder import Decoder
 from ggml_tern.convert.model.architectures.rope import COMMON_KINDS
+from ggml_tern.convert.read.config import Config
 
 
 class Llama(Decoder):

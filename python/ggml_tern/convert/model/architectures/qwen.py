@@ -8,8 +8,8 @@ from typing import ClassVar
 import gguf
 
 from ggml_tern.convert.model.architectures.base import Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.decoder import Decoder
+from ggml_tern.convert.read.config import Config
 
 
 class Qwen2(Decoder):

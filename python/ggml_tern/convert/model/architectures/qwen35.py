@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern.convert.model.architectures.base import Role, TensorSpec
-from ggml_tern.convert.model.architectures.config import Config
 from ggml_tern.convert.model.architectures.decoder import Decoder
+from ggml_tern.convert.read.config import Config
 
 #: transformers' default for how the rotated pairs of a head are dealt out to time, height and width. For text
 #: the three positions are one and the same.

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_tern.convert.model.architectures.config import Config
+from ggml_tern.convert.read.config import Config
 
 #: Scaling kinds that every graph of llama.cpp computes as transformers does.
 COMMON_KINDS = ("default", "linear", "yarn")
