@@ -33,7 +33,8 @@ from convert_models import (
 )
 from ggml_tern import _core
 from ggml_tern.convert.model.choice import TypeChoice
-from ggml_tern.convert.pipeline import convert
+from ggml_tern.convert.model.models import open_model
+from ggml_tern.convert.pipeline import convert, prepare, write
 from ggml_tern.errors import TernError
 from ggml_tern.tensors.types import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType
 from reference import formats
@@ -178,6 +179,31 @@ def test_threads_do_not_change_the_file(tmp_path: Path) -> None:
         convert(model, tmp_path / "out.gguf", TypeChoice(PTQ1_0, Q8_0), n_threads=n_threads, force=True)
         files.append((tmp_path / "out.gguf").read_bytes())
     assert files[0] == files[1]
+
+
+def test_a_model_can_be_converted_again(tmp_path: Path) -> None:
+    """Preparing writes nothing, and neither preparing nor writing changes the model."""
+    source = llama_dir(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
+    files = sorted(tmp_path.rglob("*"))
+    model = open_model(source)
+    before = (list(model.notes), list(model.specs), sorted(model.sources))
+    conversion = prepare(model, TypeChoice(PTQ1_0))
+    assert sorted(tmp_path.rglob("*")) == files
+
+    mapped: list[int] = []
+
+    def advance(nbytes: int) -> None:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        mapped.append(maps.count(str(source / "model.safetensors")))
+
+    reports = [write(conversion, tmp_path / name, advance=advance) for name in ("one", "other")]
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    assert reports[0].notes == reports[1].notes and reports[0].stats == reports[1].stats
+    assert (list(model.notes), list(model.specs), sorted(model.sources)) == before
+    # However many tensors a model has, few of them are mapped at a time.
+    assert len(model.specs) > 20 and 1 <= max(mapped) <= 2
+    convert(source, tmp_path / "at once", TypeChoice(PTQ1_0))
+    assert (tmp_path / "at once").read_bytes() == (tmp_path / "one").read_bytes()
 
 
 def test_widths_that_the_type_does_not_divide(tmp_path: Path) -> None:

@@ -48,6 +48,30 @@ class Report:
     size: int = 0
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """What converting a model will make; nothing of it is written yet.
+
+    Attributes:
+        model: the model, which stays as it is.
+        targets: the tensors of the file, in file order, with their types.
+        rotations: of the tensors that this conversion folds, by name.
+        lossless: refuse what is not `Stats.is_lossless`.
+        notes: one line for each thing that the user should know.
+    """
+
+    model: InputModel
+    targets: list[Target]
+    rotations: Mapping[str, _core.Rotation]
+    lossless: bool
+    notes: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensor data."""
+        return sum(target.nbytes for target in self.targets)
+
+
 def convert(
     path: Path,
     output: Path,
@@ -76,35 +100,63 @@ def convert(
     """
     model = open_model(path, adapters, keep_mtp=keep_mtp)
     check_output(output, model.files(), force)
+    conversion = prepare(model, choice, rotation)
+    return write(conversion, output, n_threads=n_threads, start=start, advance=advance)
+
+
+def prepare(model: InputModel, choice: TypeChoice, rotation: RotationChoice | None = None) -> Conversion:
+    """Choose the type and the basis of every tensor. Reads some weights where they decide, and writes
+    nothing.
+
+    Raises TernError for a choice that does not fit the model.
+    """
     if model.tied and choice.head is not None:
         raise TernError(
-            f"{path}: its head is its embedding, so --head has no effect; give the type with --embed"
+            f"{model.path}: its head is its embedding, so --head has no effect; give the type with --embed"
         )
     check_choice(choice, model.specs)
-    rotations = _rotations(model, choice, rotation)
+    rotations, notes = _rotations(model, choice, rotation)
     targets = _choose_targets(model, choice, rotations)
     check_folded_types(model, targets)
     rotations = folded_rotations(targets, rotations)
     if (rotation is not None or rotations) and not rotations.keys() - {EMBEDDING}:
-        raise TernError(f"{path}: no matrix gets {' or '.join(t.name for t in FOLDED_TYPES)}; drop --rotate")
-    model.notes += _rotation_notes(targets, rotations)
-    model.notes += model.notes_for({target.spec.name: target.type.id for target in targets})
-    report = Report(output, targets, notes=model.notes)
+        raise TernError(
+            f"{model.path}: no matrix gets {' or '.join(t.name for t in FOLDED_TYPES)}; drop --rotate"
+        )
+    notes = [*model.notes, *notes, *_rotation_notes(targets, rotations)]
+    notes += model.notes_for({target.spec.name: target.type.id for target in targets})
+    return Conversion(model, targets, rotations, choice.lossless, notes)
 
+
+def write(
+    conversion: Conversion,
+    output: Path,
+    *,
+    n_threads: int = 0,
+    start: Callable[[int], None] = lambda total: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Report:
+    """Write the file that a conversion makes. The other arguments are those of `convert`.
+
+    Raises TernError for weights that a type cannot hold, and an output that cannot be written.
+    """
+    model, targets = conversion.model, conversion.targets
+    report = Report(output, targets, notes=list(conversion.notes))
     n_threads = n_threads or len(os.sched_getaffinity(0))
     with OutputFile(output, model.arch) as file:
-        model.add_metadata(file.metadata)
-        if rotations:
-            add_rotation_keys(file.metadata, rotations, [target.spec.name for target in targets])
+        report.notes += model.add_metadata(file.metadata)
+        if conversion.rotations:
+            names = [target.spec.name for target in targets]
+            add_rotation_keys(file.metadata, conversion.rotations, names)
         file.metadata.add_file_type(_file_type(targets))
         file.metadata.add_quantization_version(gguf.GGML_QUANT_VERSION)
         file.write_header(targets)
-        start(sum(target.nbytes for target in targets))
+        start(conversion.nbytes)
         with ThreadPoolExecutor(n_threads, thread_name_prefix="quantize") as pool:
             for target in targets:
-                # Dropped when it is written, and with it the mapping of the file.
-                sources = model.sources.pop(target.spec.name)
-                pieces = encode(target, sources, pool, n_threads, lossless=choice.lossless)
+                # Mapped while this tensor is written, and no longer.
+                sources = model.sources[target.spec.name]
+                pieces = encode(target, sources, pool, n_threads, lossless=conversion.lossless)
                 try:
                     stats = file.write_tensor(target, pieces, advance)
                 except BaseException:
@@ -117,26 +169,26 @@ def convert(
 
 def _rotations(
     model: InputModel, choice: TypeChoice, asked: RotationChoice | None
-) -> dict[str, _core.Rotation]:
-    """The rotations of the tensors to fold. Notes what the user should know."""
+) -> tuple[dict[str, _core.Rotation], list[str]]:
+    """The rotations of the tensors to fold, and what the user should know of them."""
     if asked is not None:
-        rotations = plan_rotation(model, choice, asked)
+        notes = []
         if is_plain_ternary(model, choice):
-            model.notes.append(
+            notes.append(
                 "the weights are ternary as they are stored and not when they are rotated, which loses much "
                 "of what they were trained to be; drop --rotate"
             )
-        return rotations
+        return plan_rotation(model, choice, asked), notes
     if model.rotations or (choice.matrix is not None and choice.matrix not in FOLDED_TYPES):
-        return {}
+        return {}, []
     found = find_rotation(model, choice)
     if found is None:
-        return {}
-    model.notes.append(
+        return {}, []
+    note = (
         f"the weights are ternary in a rotated basis (Hadamard blocks of {found.block}, no signs), so they "
         f"are stored in it, as with --rotate --rotation-block {found.block}"
     )
-    return plan_rotation(model, choice, found)
+    return plan_rotation(model, choice, found), [note]
 
 
 def _choose_targets(

@@ -1,4 +1,4 @@
-"""Stage 7, tell: what the file holds and what quantizing cost, as a table."""
+"""Tell: what the file holds and what quantizing cost, as a table."""
 
 from __future__ import annotations
 

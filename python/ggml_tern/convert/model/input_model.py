@@ -15,13 +15,13 @@ from ggml_tern.convert.model.sources import Source
 
 
 class InputModel(ABC):
-    """A model to convert.
+    """A model to convert. Converting reads it and changes nothing of it.
 
     Attributes:
         path: the directory or file.
         arch: what llama.cpp calls the architecture.
         specs: the tensors of the GGUF file to write, in file order.
-        sources: what each is made of, by its name.
+        sources: what each is made of, by its name; opened when it is asked for.
         tied: whether the embedding serves as head.
         rotations: of the tensors that are stored in a rotated basis, by name.
         value_heads: as `Architecture.value_heads`.
@@ -31,7 +31,7 @@ class InputModel(ABC):
     path: Path
     arch: str
     specs: list[TensorSpec]
-    sources: dict[str, list[Source]]
+    sources: Mapping[str, list[Source]]
     tied: bool
     rotations: dict[str, _core.Rotation]
     value_heads: tuple[int, int] | None
@@ -42,8 +42,8 @@ class InputModel(ABC):
         """Every file that the conversion may read from: what an output must never overwrite."""
 
     @abstractmethod
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """Write all keys but those that tell the types."""
+    def add_metadata(self, writer: gguf.GGUFWriter) -> list[str]:
+        """Write all keys but those that tell the types. Returns a line for each thing to know about them."""
 
     @abstractmethod
     def notes_for(self, types: Mapping[str, int]) -> list[str]:

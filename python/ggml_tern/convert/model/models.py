@@ -80,14 +80,14 @@ class HuggingFaceModel(InputModel):
     def files(self) -> list[Path]:
         return self._checkpoint.files()
 
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+    def add_metadata(self, writer: gguf.GGUFWriter) -> list[str]:
         vocab = read_vocab(self.path, self._architecture.vocab_size)
         self._add_general(writer)
         self._architecture.add_metadata(writer)
         vocab.add_to(writer)
         if self.rotations:
             add_rotation_keys(writer, self.rotations, [spec.name for spec in self.specs])
-        self.notes += vocab.notes
+        return vocab.notes
 
     def notes_for(self, types: Mapping[str, int]) -> list[str]:
         return self._architecture.notes_for(types)
@@ -125,16 +125,18 @@ class GGUFModel(InputModel):
         self.notes = []
         if self._file.is_legacy:
             self.notes.append(LEGACY_NOTE)
-        self.specs, self.sources = [], {}
+        self.specs = []
+        sources: dict[str, list[Source]] = {}
         for tensor in self._file.tensors.values():
             self.specs.append(TensorSpec(tensor.name, tensor.shape, _role(tensor), (tensor.name,)))
             packed = None if tensor.type == _core.TYPE_I2_S else tensor.blocks
-            self.sources[tensor.name] = [Source(tensor.rows, tensor.where, tensor.type, packed)]
+            sources[tensor.name] = [Source(tensor.rows, tensor.where, tensor.type, packed)]
+        self.sources = sources
 
     def files(self) -> list[Path]:
         return self._file.files()
 
-    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+    def add_metadata(self, writer: gguf.GGUFWriter) -> list[str]:
         first = self._file.parts[0]
         rewritten = {
             gguf.Keys.General.ARCHITECTURE,
@@ -150,6 +152,7 @@ class GGUFModel(InputModel):
                 kind, element = _value_types(first, key)
                 plain: Any = value.tolist() if isinstance(value, np.ndarray) else value
                 writer.add_key_value(key, plain, kind, sub_type=element)
+        return []
 
     def _value_heads(self) -> tuple[int, int] | None:
         keys = (f"{self.arch}.ssm.group_count", f"{self.arch}.ssm.time_step_rank")

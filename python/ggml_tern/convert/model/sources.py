@@ -1,9 +1,10 @@
-"""Between map and quantize: which stored tensors each tensor of the file is made of."""
+"""Which stored tensors each tensor of the file is made of, and their rows as the file has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gguf
@@ -37,13 +38,31 @@ class Source:
     packed: NDArray[np.uint8] | None = None
 
 
+class Sources(Mapping[str, list[Source]]):
+    """The sources of every tensor, by its name in the file.
+
+    They are opened whenever they are asked for, and with them the file is mapped; so a mapping lives as long
+    as the list that it came with, and a model can be read any number of times.
+    """
+
+    def __init__(self, openers: Mapping[str, Sequence[Callable[[], Source]]]) -> None:
+        self._openers = openers
+
+    def __getitem__(self, name: str) -> list[Source]:
+        return [opener() for opener in self._openers[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._openers)
+
+    def __len__(self) -> int:
+        return len(self._openers)
+
+
 #: The safetensors types that ggml has too.
 _TYPES = {"BF16": _core.TYPE_BF16, "F16": _core.TYPE_F16}
 
 
-def find_sources(
-    checkpoint: Checkpoint, architecture: Architecture, specs: Sequence[TensorSpec]
-) -> dict[str, list[Source]]:
+def find_sources(checkpoint: Checkpoint, architecture: Architecture, specs: Sequence[TensorSpec]) -> Sources:
     """The sources of every tensor by its name in the file; nothing is read yet.
 
     Raises TernError for a tensor that is missing, has another shape, or has no place in the architecture.
@@ -58,13 +77,13 @@ def find_sources(
         stored[name] = tensor
     if architecture.tied:
         _drop_tied_head(checkpoint, stored)
-    found: dict[str, list[Source]] = {}
+    found: dict[str, list[Callable[[], Source]]] = {}
     used: set[str] = set()
     for spec in specs:
         if spec.values is not None:
-            found[spec.name] = [Source(spec.values.reshape(-1, spec.shape[-1]), spec.name)]
+            found[spec.name] = [partial(Source, spec.values.reshape(-1, spec.shape[-1]), spec.name)]
             continue
-        found[spec.name] = [_source(checkpoint, stored, spec, name) for name in spec.sources]
+        found[spec.name] = [_opener(checkpoint, stored, spec, name) for name in spec.sources]
         used.update(spec.sources)
     if unused := stored.keys() - used:
         names = sorted(stored[name].name for name in unused)
@@ -73,10 +92,12 @@ def find_sources(
             f"{checkpoint.directory}: {', '.join(names[:5])}{more} have no place in "
             f"{gguf.MODEL_ARCH_NAMES[architecture.model_arch]} as config.json describes it"
         )
-    return found
+    return Sources(found)
 
 
-def _source(checkpoint: Checkpoint, stored: dict[str, StoredTensor], spec: TensorSpec, name: str) -> Source:
+def _opener(
+    checkpoint: Checkpoint, stored: dict[str, StoredTensor], spec: TensorSpec, name: str
+) -> Callable[[], Source]:
     tensor = stored.get(name)
     if tensor is None:
         raise TernError(f"{checkpoint.directory}: tensor {name} is missing; download the checkpoint again")
@@ -85,9 +106,16 @@ def _source(checkpoint: Checkpoint, stored: dict[str, StoredTensor], spec: Tenso
         shape = spec.shape if len(spec.sources) == 1 else spec.shape[1:]
     if _squeezed(tensor.shape) != _squeezed(shape):
         raise TernError(f"{tensor} has shape {list(tensor.shape)}; config.json makes it {list(shape)}")
+    opener = partial(_open, checkpoint, tensor, shape[-1])
+    # What cannot be read is refused before anything is written.
+    opener()
+    return opener
+
+
+def _open(checkpoint: Checkpoint, tensor: StoredTensor, n_in: int) -> Source:
     rows: Rows = checkpoint.load(tensor)
     if isinstance(rows, np.ndarray):
-        rows = rows.reshape(-1, shape[-1])
+        rows = rows.reshape(-1, n_in)
     decoded = tensor.scale is not None or tensor.absmean
     return Source(rows, str(tensor), _core.TYPE_F32 if decoded else _TYPES.get(tensor.dtype, _core.TYPE_F32))
 

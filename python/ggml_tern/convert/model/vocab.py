@@ -1,4 +1,4 @@
-"""Stage 3, vocabulary: a model directory's tokenizer as the metadata that llama.cpp's own tokenizers read.
+"""Vocabulary: a model directory's tokenizer as the metadata that llama.cpp's own tokenizers read.
 
 Three kinds of tokenizer are read:
 

@@ -1,4 +1,4 @@
-"""Stage 4, choose: which type each tensor of the file gets, from what the user asked for."""
+"""Choose: which type each tensor of the file gets, from what the user asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 5, quantize: the bytes of each tensor, block of rows by block of rows.
+"""Quantize: the bytes of each tensor, block of rows by block of rows.
 
 Ternary types are packed by ggml_tern._core, which picks for every group the scale of least squared error;
 the others by gguf-py. Work is cut into pieces of some hundred thousand weights, which threads

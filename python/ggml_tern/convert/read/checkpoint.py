@@ -1,4 +1,4 @@
-"""Stage 1, read: a Hugging Face model directory as one flat set of tensors, read by rows on demand."""
+"""Read: a Hugging Face model directory as one flat set of tensors, read by rows on demand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Rotated weights: which tensors are folded, with what signs, and the keys that say so.
+"""Rotate: which tensors of a plain model are folded, and with what signs.
 
 A folded weight is stored in the basis of a blockwise Walsh-Hadamard transform, w_stored = H(s * P(w)), which
-spreads an outlier over its block. The plug-in rotates the activation to match. What the keys
-`prism.hadamard.*` may say stands in csrc/format/hadamard.cpp, which reads them; here they are made.
+spreads an outlier over its block; model/hadamard.py has what a file says of it.
 """
 
 from __future__ import annotations

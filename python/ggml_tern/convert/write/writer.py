@@ -1,4 +1,4 @@
-"""Stage 6, write: a GGUF file that appears whole or not at all.
+"""Write: a GGUF file that appears whole or not at all.
 
 gguf-py's GGUFWriter writes header, metadata and tensor table; the tensor data is streamed behind it.
 Everything goes to a temporary file beside the output, which is checked, synced and renamed only when it is
