@@ -621,12 +621,20 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("block_count", None, "llama.block_count is missing; expected an integer from 1 on"),
+        (
+            "block_count",
+            None,
+            "has no llama.block_count; expected an integer from 1 to 512; convert",
+        ),
         ("block_count", 0, "llama.block_count is 0; expected"),
-        ("context_length", "long", "llama.context_length is long; expected"),
+        ("context_length", "long", "llama.context_length is 'long'; expected"),
         ("attention.head_count", 2.5, "llama.attention.head_count is 2.5; expected"),
         ("attention.head_count_kv", [2], "llama.attention.head_count_kv is .*; expected 2 integers"),
-        ("attention.head_count", ["a", "b"], "llama.attention.head_count is .*; expected 2 integers"),
+        (
+            "attention.head_count",
+            ["a", "b"],
+            r"llama.attention.head_count\[0\] is .a.; expected an integer",
+        ),
         ("embedding_length", True, "llama.embedding_length is True; expected"),
     ],
 )

@@ -23,8 +23,10 @@ from rich.table import Table
 
 from ggml_tern import _core
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.keys import Keys
 from ggml_tern.gguf.reader import GGUFSource, GGUFTensor
 from ggml_tern.host.stock import DEVICE
+from ggml_tern.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOKENS, MAX_VOCABULARY
 from ggml_tern.plots import Panel, write_plot
 from ggml_tern.tensors.names import printable
 
@@ -217,51 +219,6 @@ def padded(count: int, step: int) -> int:
 # ---- from the header ----
 
 
-class _Keys:
-    """The keys of one architecture; a wrong or missing one is a TernError that names it."""
-
-    def __init__(self, source: GGUFSource, architecture: str) -> None:
-        self._source = source
-        self._architecture = architecture
-
-    def _error(self, key: str, found: object, expected: str) -> TernError:
-        shown = "missing" if found is None else printable(str(found))[:60]
-        return TernError(
-            f"{self._source.path}: {self._architecture}.{key} is {shown}; expected {expected}; "
-            "convert the model again"
-        )
-
-    def value(self, key: str) -> Any:
-        return self._source.metadata.get(f"{self._architecture}.{key}")
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**32:
-            raise self._error(key, value, f"an integer from {least} on")
-        return value
-
-    def per_layer(self, key: str, n_layers: int, default: int | None = None) -> list[int]:
-        """One integer for each layer; a single one stands for all."""
-        value = self.value(key)
-        if not isinstance(value, np.ndarray | list):
-            return [self.integer(key, default, least=0)] * n_layers
-        values = np.asarray(value)
-        if values.dtype.kind not in "iu" or len(values) < n_layers or values[:n_layers].min(initial=0) < 0:
-            raise self._error(key, value, f"{n_layers} integers")
-        return [int(n) for n in values[:n_layers]]
-
-    def flags(self, key: str, n_layers: int) -> list[bool] | None:
-        """One flag for each layer; None where the key is not there or is a single number."""
-        value = self.value(key)
-        if not isinstance(value, np.ndarray | list):
-            return None
-        if len(value) < n_layers:
-            raise self._error(key, value, f"{n_layers} flags")
-        return [bool(flag) for flag in value[:n_layers]]
-
-
 def read_model(path: Path) -> Model:
     """Read the header of a GGUF file; of a split model, any part stands for all.
 
@@ -284,11 +241,11 @@ def read_model(path: Path) -> Model:
             f"{path}: architecture {printable(architecture)}: how llama.cpp lays out its memory is not known "
             f"here; known are {', '.join(sorted(known))}"
         )
-    keys = _Keys(source, architecture)
-    n_blocks = keys.integer("block_count")
+    keys = Keys(source, architecture)
+    n_blocks = keys.integer("block_count", most=MAX_LAYERS)
     n_layers = n_blocks
     if architecture in _HYBRID:
-        n_layers -= keys.integer("nextn_predict_layers", 0, least=0)
+        n_layers -= keys.integer("nextn_predict_layers", 0, least=0, most=n_blocks - 1)
     # The blocks of an MTP head stand behind the others; llama.cpp leaves them in the file.
     left_out = tuple(f"blk.{block}." for block in range(n_layers, n_blocks))
     tensors = [t for name, t in source.tensors.items() if not name.startswith(left_out or ("\0",))]
@@ -317,13 +274,13 @@ def read_model(path: Path) -> Model:
         quantized=max((quantized_bytes(t.n_in) for t in tensors if _is_tiled(t)), default=0),
         nodes=_nodes(architecture, len(tensors)),
         n_embd=n_embd,
-        n_vocab=len(tokens) or keys.integer("vocab_size"),
+        n_vocab=len(tokens) or keys.integer("vocab_size", most=MAX_VOCABULARY),
         n_merges=len(source.metadata.get("tokenizer.ggml.merges", [])),
-        context=keys.integer("context_length"),
+        context=keys.integer("context_length", most=MAX_TOKENS),
     )
 
 
-def _recurrent_layers(keys: _Keys, architecture: str, n_layers: int) -> list[bool]:
+def _recurrent_layers(keys: Keys, architecture: str, n_layers: int) -> list[bool]:
     """For each layer whether it keeps a state instead of a KV cache."""
     if architecture not in _HYBRID:
         return [False] * n_layers
@@ -334,7 +291,7 @@ def _recurrent_layers(keys: _Keys, architecture: str, n_layers: int) -> list[boo
     return [(layer + 1) % interval != 0 for layer in range(n_layers)]
 
 
-def _state_floats(keys: _Keys) -> int:
+def _state_floats(keys: Keys) -> int:
     """Floats of the state of one Gated DeltaNet layer: the last inputs of its convolution, and its memory, a
     matrix for each head."""
     inner, state = keys.integer("ssm.inner_size"), keys.integer("ssm.state_size")
@@ -343,7 +300,7 @@ def _state_floats(keys: _Keys) -> int:
 
 
 def _attention(
-    keys: _Keys, architecture: str, recurrent_layers: list[bool], n_embd: int
+    keys: Keys, architecture: str, recurrent_layers: list[bool], n_embd: int
 ) -> tuple[Attention, ...]:
     n_layers = len(recurrent_layers)
     heads = keys.per_layer("attention.head_count", n_layers)
@@ -353,8 +310,10 @@ def _attention(
     k_head = keys.integer("attention.key_length", n_embd // max(heads[0], 1))
     v_head = keys.integer("attention.value_length", n_embd // max(heads[0], 1))
     windows: list[int | None] = [None] * n_layers
-    if architecture in _WINDOW_PATTERN and keys.integer("attention.sliding_window", 0, least=0):
-        window = keys.integer("attention.sliding_window")
+    window = 0
+    if architecture in _WINDOW_PATTERN:
+        window = keys.integer("attention.sliding_window", 0, least=0, most=MAX_TOKENS)
+    if window:
         slides = keys.flags("attention.sliding_window_pattern", n_layers)
         if slides is None:
             pattern = keys.integer("attention.sliding_window_pattern", _WINDOW_PATTERN[architecture])
@@ -395,7 +354,7 @@ def _by_layer(tensors: list[GGUFTensor], n_layers: int) -> tuple[tuple[Weights, 
     for tensor in tensors:
         first, *rest = tensor.name.split(".")
         layer = n_layers
-        if first == "blk" and rest[0].isdigit():
+        if first == "blk" and rest and rest[0].isascii() and rest[0].isdecimal():
             layer = int(rest[0])
         elif tensor.name == EMBEDDING and not is_tied:
             layer = -1
@@ -415,10 +374,12 @@ def _nodes(architecture: str, n_tensors: int) -> int:
     return max(_LEAST_NODES, n_tensors * _NODES_PER_TENSOR)
 
 
-def _read_for_a_token(keys: _Keys, tensors: list[GGUFTensor], dense: bool) -> int:
+def _read_for_a_token(keys: Keys, tensors: list[GGUFTensor], dense: bool) -> int:
     """Bytes of all that is multiplied with, of the experts as many as a token has; a row of the embedding
     is not counted."""
-    used, n_experts = (keys.integer(f"expert_{which}", 0, least=0) for which in ("used_count", "count"))
+    used, n_experts = (
+        keys.integer(f"expert_{which}", 0, least=0, most=MAX_EXPERTS) for which in ("used_count", "count")
+    )
     is_tied = all(tensor.name != HEAD for tensor in tensors)
     nbytes = 0
     for tensor in tensors:
@@ -435,9 +396,7 @@ def quantized_bytes(n_in: int) -> int:
     return n_in + 4 * -(-n_in // 128)
 
 
-def _activations(
-    keys: _Keys, tensors: list[GGUFTensor], attention: tuple[Attention, ...], n_embd: int
-) -> int:
+def _activations(keys: Keys, tensors: list[GGUFTensor], attention: tuple[Attention, ...], n_embd: int) -> int:
     """Floats of one token at the widest point of the graph, as llama.cpp reuses its memory.
 
     A fit to what it allocates: three vectors each of the model's width and of the feed-forward part's;
@@ -447,7 +406,7 @@ def _activations(
         3 * (n_embd + _widest(tensors, "ffn_up", "ffn_gate")),
         _attended(tensors, attention, n_embd),
     ]
-    used = keys.integer("expert_used_count", 0, least=0)
+    used = keys.integer("expert_used_count", 0, least=0, most=MAX_EXPERTS)
     if used:
         widest = max(n_embd, _widest(tensors, "ffn_up_exps", "ffn_gate_exps"))
         widths.append(5 * n_embd + 2 * used * widest)
@@ -465,7 +424,7 @@ def _widest(tensors: list[GGUFTensor], *kinds: str) -> int:
     return max((tensor.shape[-2] for tensor in tensors if tensor.name.endswith(endings)), default=0)
 
 
-def _delta_net(keys: _Keys, n_embd: int) -> int:
+def _delta_net(keys: Keys, n_embd: int) -> int:
     """Floats of one token in a Gated DeltaNet: three vectors each of the model's width, the keys and the
     values."""
     key = keys.integer("ssm.group_count") * keys.integer("ssm.state_size")

@@ -23,6 +23,7 @@ from ggml_tern.convert.read.checkpoint import Checkpoint
 from ggml_tern.convert.read.hadamard_manifest import MANIFEST_FILE, read_manifest
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.keys import Keys
 from ggml_tern.gguf.reader import (
     LEGACY_NOTE,
     SPLIT_COUNT,
@@ -155,11 +156,9 @@ class GGUFModel(InputModel):
         return []
 
     def _value_heads(self) -> tuple[int, int] | None:
-        keys = (f"{self.arch}.ssm.group_count", f"{self.arch}.ssm.time_step_rank")
-        n_key, n_value = (self._file.metadata.get(key) for key in keys)
-        if isinstance(n_key, int) and isinstance(n_value, int) and n_key > 0 and n_value > 0:
-            return n_key, n_value
-        return None
+        keys = Keys(self._file, self.arch)
+        heads = keys.integer("ssm.group_count", 0, least=0), keys.integer("ssm.time_step_rank", 0, least=0)
+        return heads if all(heads) else None
 
     def notes_for(self, types: Mapping[str, int]) -> list[str]:
         has_squared_relu = self._file.metadata.get(ACTIVATION_KEY) == "relu2"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 from ggml_tern.errors import TernError
-
-
-def _is_integer(value: object, least: int) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+from ggml_tern.limits import (
+    LEAST_NUMBER,
+    MAX_WIDTH,
+    MOST_NUMBER,
+    checked_integer,
+    checked_number,
+    shown,
+)
 
 
 class Config:
@@ -29,7 +33,7 @@ class Config:
     def _fail(self, key: str, expected: str) -> TernError:
         if self._values.get(key) is None:
             return self.error(f"has no {key}; expected {expected}")
-        return self.error(f"{key} is {self._values[key]!r}; expected {expected}")
+        return self.error(f"{key} is {shown(self._values[key])}; expected {expected}")
 
     def keys(self) -> list[str]:
         return list(self._values)
@@ -41,32 +45,34 @@ class Config:
         """Whether the key is there and null, for the few where that is not the same as absent."""
         return key in self._values and self._values[key] is None
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`."""
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
+        """An integer from `least` to `most`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if not _is_integer(value, least):
-            raise self._fail(key, "a positive integer" if least == 1 else f"an integer from {least} on")
-        return value
+        return checked_integer(value, self._where, key, least, most)
 
-    def integers(self, key: str) -> list[int]:
-        """A list of positive integers; empty when not given."""
+    def integers(self, key: str, count: int, most: int = MAX_WIDTH) -> list[int]:
+        """A list of up to `count` integers from 1 to `most`; empty when not given."""
         value = self._values.get(key)
         if value is None:
             return []
-        if not isinstance(value, list) or not all(_is_integer(item, 1) for item in value):
-            raise self._fail(key, "a list of positive integers")
-        return value
+        if not isinstance(value, list) or len(value) > count:
+            raise self._fail(key, f"a list of up to {count} integers")
+        return [checked_integer(item, self._where, f"{key}[{n}]", 1, most) for n, item in enumerate(value)]
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        least: float = LEAST_NUMBER,
+        most: float = MOST_NUMBER,
+    ) -> float:
+        """A positive number from `least` to `most`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self._fail(key, "a positive number")
-        return float(value)
+        return checked_number(value, self._where, key, least, most)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._values.get(key)
@@ -117,4 +123,6 @@ class Config:
         value = self._values.get(key)
         value = default if value is None else value
         if value != supported:
-            raise self.error(f"{key} is {value!r}; llama.cpp runs this architecture only with {supported!r}")
+            raise self.error(
+                f"{key} is {shown(value)}; llama.cpp runs this architecture only with {supported!r}"
+            )

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import gguf
 
 from ggml_tern.convert.read.tokenizer_files import TokenizerFiles
 from ggml_tern.errors import TernError
+from ggml_tern.limits import MAX_VOCABULARY, MOST_NUMBER, checked_integer, checked_number, shown
 
 _General = gguf.Keys.General
 
-#: Key in generation_config.json -> key in the GGUF.
-_SAMPLING = {
-    "temperature": _General.SAMPLING_TEMP,
+#: Key in generation_config.json -> key in the GGUF, of whole numbers and of others. What transformers does
+#: not know is what gguf-py reads there.
+_WHOLE = {
     "top_k": _General.SAMPLING_TOP_K,
+    "penalty_last_n": _General.SAMPLING_PENALTY_LAST_N,
+    "mirostat": _General.SAMPLING_MIROSTAT,
+}
+_SAMPLING = {
+    **_WHOLE,
+    "temperature": _General.SAMPLING_TEMP,
     "top_p": _General.SAMPLING_TOP_P,
     "min_p": _General.SAMPLING_MIN_P,
+    "penalty_repeat": _General.SAMPLING_PENALTY_REPEAT,
     "repetition_penalty": _General.SAMPLING_PENALTY_REPEAT,
+    "xtc_probability": _General.SAMPLING_XTC_PROBABILITY,
+    "xtc_threshold": _General.SAMPLING_XTC_THRESHOLD,
+    "mirostat_tau": _General.SAMPLING_MIROSTAT_TAU,
+    "mirostat_eta": _General.SAMPLING_MIROSTAT_ETA,
 }
 
 #: What llama.cpp has no default for in a file, and the value that does nothing.
@@ -31,28 +42,33 @@ _WITHOUT_KEY = {
     "penalty_alpha": 0.0,
 }
 
+_WAY_OUT = "mend or remove it"
+
 
 def read_sampling(files: TokenizerFiles, notes: list[str]) -> dict[str, int | float]:
-    """GGUF key -> value: an int for top_k, floats for the rest.
+    """GGUF key -> value: ints for what is whole, floats for the rest.
 
-    Raises TernError for a value that is not a finite number.
+    Raises TernError for a value that is no number, or one that no sampler means.
     """
-    where = files.directory / "generation_config.json"
+    where = str(files.directory / "generation_config.json")
     found: dict[str, int | float] = {}
     for name, key in _SAMPLING.items():
         value: Any = files.generation.get(name)
         if value is None:
             continue
-        kinds: tuple[type, ...] = (int,) if name == "top_k" else (int, float)
-        if type(value) not in kinds or not math.isfinite(value):
-            expected = "a whole number" if name == "top_k" else "a number"
-            raise TernError(f"{where}: {name} is {value!r}; expected {expected}: mend or remove it")
-        found[key] = value if name == "top_k" else float(value)
+        if name in _WHOLE:
+            found[key] = checked_integer(value, where, name, -1, MAX_VOCABULARY, _WAY_OUT)
+        else:
+            found[key] = checked_number(value, where, name, -MOST_NUMBER, MOST_NUMBER, _WAY_OUT)
     if files.generation.get("do_sample") is False:
         # The likeliest token every time: to llama.cpp that is temperature 0.
         found.setdefault(_General.SAMPLING_TEMP, 0.0)
+    # gguf-py takes it for a list of samplers.
+    sequence = files.generation.get("sequence")
+    if sequence is not None and not isinstance(sequence, str):
+        raise TernError(f"{where}: sequence is {shown(sequence)}; expected a text; {_WAY_OUT}")
     lost = [
-        f"{name} {files.generation[name]}"
+        f"{name} {shown(files.generation[name])}"
         for name, nothing in _WITHOUT_KEY.items()
         if files.generation.get(name) not in (None, nothing)
     ]

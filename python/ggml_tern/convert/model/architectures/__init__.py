@@ -1,4 +1,4 @@
-"""Stage 2, map: which tensors and metadata a model has. One class per family, behind a registry."""
+"""Map: which tensors and metadata a model has. One class per family, behind a registry."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern.convert.read.config import Config
+from ggml_tern.limits import MAX_LAYERS, MAX_WIDTH
 
 
 class Role(enum.Enum):
@@ -89,7 +90,7 @@ class Architecture(ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.notes: list[str] = []
-        self.n_blocks = config.integer("num_hidden_layers")
+        self.n_blocks = config.integer("num_hidden_layers", most=MAX_LAYERS)
         self.tied = config.boolean("tie_word_embeddings", self.tied_by_default)
         self.set_mtp_blocks(0)
 
@@ -112,6 +113,25 @@ class Architecture(ABC):
             types: the ggml type id of every tensor of the GGUF file, by its name.
         """
         return []
+
+    def check_heads(self, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        """Raise TernError for heads that no graph has: a number that the KV heads do not divide, a size that
+        does not come in pairs to rotate, or more of both than a vector holds."""
+        if n_heads % n_kv_heads:
+            raise self.config.error(
+                f"num_key_value_heads is {n_kv_heads}, which does not divide num_attention_heads, {n_heads}"
+            )
+        if head_dim < 2 or head_dim % 2:
+            raise self.config.error(
+                f"head_dim (or hidden_size / num_attention_heads) is {head_dim}; expected an even number, as "
+                "elements are rotated in pairs"
+            )
+        self.check_width("num_attention_heads times head_dim", n_heads * head_dim)
+
+    def check_width(self, what: str, width: int) -> None:
+        """Raise TernError for a vector that is too long."""
+        if width > MAX_WIDTH:
+            raise self.config.error(f"{what} is {width}; expected at most {MAX_WIDTH}")
 
     def set_mtp_blocks(self, count: int) -> None:
         """Set how many blocks of an MTP head follow the others."""

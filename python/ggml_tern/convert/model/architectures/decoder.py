@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import ClassVar
 
 import gguf
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 from ggml_tern.convert.model.architectures.base import Architecture, Role, TensorSpec
 from ggml_tern.convert.model.architectures.rope import COMMON_KINDS, read_rope, rotated_part
 from ggml_tern.convert.read.config import Config
+from ggml_tern.limits import MAX_TOKENS, MAX_VOCABULARY
 
 
+@lru_cache(maxsize=8)
 def interleaved_heads(n_heads: int, head_dim: int) -> NDArray[np.intp]:
     """The row order that turns transformers' rotary layout into that of llama.cpp's Llama graph.
 
@@ -21,7 +24,10 @@ def interleaved_heads(n_heads: int, head_dim: int) -> NDArray[np.intp]:
     Output row i of the result comes from row order[i] of the checkpoint.
     """
     rows = np.arange(n_heads * head_dim, dtype=np.intp)
-    return rows.reshape(n_heads, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+    order = rows.reshape(n_heads, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+    # All blocks of a model share it.
+    order.flags.writeable = False
+    return order
 
 
 class Decoder(Architecture):
@@ -65,13 +71,14 @@ class Decoder(Architecture):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         config = self.config
-        self._vocab_size = config.integer("vocab_size")
+        self._vocab_size = config.integer("vocab_size", most=MAX_VOCABULARY)
         self.n_embd = config.integer("hidden_size")
         self.n_ff = config.integer("intermediate_size")
         self.n_heads = config.integer("num_attention_heads")
         self.n_kv_heads = config.integer("num_key_value_heads", self.n_heads)
-        self.n_context = config.integer("max_position_embeddings", 2048)
+        self.n_context = config.integer("max_position_embeddings", 2048, most=MAX_TOKENS)
         self.head_dim = config.integer("head_dim", self.default_head_dim or self.n_embd // self.n_heads)
+        self.check_heads(self.n_heads, self.n_kv_heads, self.head_dim)
         self.rope = read_rope(config, self.default_rope_base, self.rope_kinds)
         part = rotated_part(config, self.default_rotated_part or 1.0)
         if part != 1.0 and self.default_rotated_part is None:
@@ -79,6 +86,11 @@ class Decoder(Architecture):
                 f"partial_rotary_factor is {part}; llama.cpp runs this architecture only with 1.0"
             )
         self.n_rot = int(self.head_dim * part)
+        if self.n_rot < 2 or self.n_rot % 2:
+            raise config.error(
+                f"partial_rotary_factor is {part}, which rotates {self.n_rot} of {self.head_dim} elements; "
+                "expected an even number of them"
+            )
         self.biases = self.read_biases()
         self.activation = config.string("hidden_act", self.default_activation)
         if self.activation not in self.activations:

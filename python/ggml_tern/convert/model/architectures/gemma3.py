@@ -9,6 +9,7 @@ import gguf
 from ggml_tern.convert.model.architectures.base import Architecture, Role, TensorSpec
 from ggml_tern.convert.model.architectures.rope import Rope
 from ggml_tern.convert.read.config import Config
+from ggml_tern.limits import MAX_TOKENS, MAX_VOCABULARY
 
 #: Every sixth layer attends to everything, the others to a sliding window: llama.cpp's default as well as
 #: Google's.
@@ -29,13 +30,14 @@ class Gemma3(Architecture):
         # of transformers' Gemma3TextConfig, which are therefore repeated below.
         super().__init__(config.text_model())
         config = self.config
-        self._vocab_size = config.integer("vocab_size", 262208)
+        self._vocab_size = config.integer("vocab_size", 262208, most=MAX_VOCABULARY)
         self.n_embd = config.integer("hidden_size", 2304)
         self.n_ff = config.integer("intermediate_size", 9216)
         self.n_heads = config.integer("num_attention_heads", 8)
         self.n_kv_heads = config.integer("num_key_value_heads", 4)
         self.head_dim = config.integer("head_dim", 256)
-        self.window = config.integer("sliding_window", 4096)
+        self.check_heads(self.n_heads, self.n_kv_heads, self.head_dim)
+        self.window = config.integer("sliding_window", 4096, most=MAX_TOKENS)
         self.global_rope, self.local_rope = self._read_ropes()
         self.sliding = self._read_sliding()
         self._check_graph()
@@ -89,7 +91,7 @@ class Gemma3(Architecture):
         config.require("query_pre_attn_scalar", 256, scale)
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        writer.add_context_length(self.config.integer("max_position_embeddings", 131072))
+        writer.add_context_length(self.config.integer("max_position_embeddings", 131072, most=MAX_TOKENS))
         writer.add_embedding_length(self.n_embd)
         writer.add_block_count(self.n_blocks)
         writer.add_feed_forward_length(self.n_ff)

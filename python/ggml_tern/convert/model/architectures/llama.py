@@ -10,6 +10,7 @@ from ggml_tern.convert.model.architectures.base import Role, TensorSpec
 from ggml_tern.convert.model.architectures.decoder import Decoder
 from ggml_tern.convert.model.architectures.rope import COMMON_KINDS
 from ggml_tern.convert.read.config import Config
+from ggml_tern.limits import MAX_TOKENS
 
 
 class Llama(Decoder):
@@ -43,7 +44,7 @@ class Mistral(Llama):
         super().__init__(config)
         # The transformers class takes a missing key for 4096, and null for no window.
         if not config.is_null("sliding_window"):
-            self.note_sliding_window(config.integer("sliding_window", 4096))
+            self.note_sliding_window(config.integer("sliding_window", 4096, most=MAX_TOKENS))
 
     def read_biases(self) -> frozenset[str]:
         self.config.require("attention_bias", False, False)

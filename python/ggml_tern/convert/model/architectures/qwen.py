@@ -10,6 +10,7 @@ import gguf
 from ggml_tern.convert.model.architectures.base import Role, TensorSpec
 from ggml_tern.convert.model.architectures.decoder import Decoder
 from ggml_tern.convert.read.config import Config
+from ggml_tern.limits import MAX_ALL_EXPERTS, MAX_EXPERTS, MAX_TOKENS
 
 
 class Qwen2(Decoder):
@@ -22,7 +23,7 @@ class Qwen2(Decoder):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if config.boolean("use_sliding_window", False) and self._has_sliding_layers():
-            self.note_sliding_window(config.integer("sliding_window", 4096))
+            self.note_sliding_window(config.integer("sliding_window", 4096, most=MAX_TOKENS))
 
     def _has_sliding_layers(self) -> bool:
         kinds = self.config.strings("layer_types")
@@ -57,9 +58,15 @@ class Qwen3Moe(Qwen3):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.n_experts = config.integer("num_experts", config.integer("num_local_experts", 128))
-        self.n_experts_used = config.integer("num_experts_per_tok", 8)
+        n_local_experts = config.integer("num_local_experts", 128, most=MAX_EXPERTS)
+        self.n_experts = config.integer("num_experts", n_local_experts, most=MAX_EXPERTS)
+        self.n_experts_used = config.integer("num_experts_per_tok", 8, most=self.n_experts)
         self.n_expert_ff = config.integer("moe_intermediate_size", 768)
+        if self.n_experts * self.n_blocks > MAX_ALL_EXPERTS:
+            raise config.error(
+                f"num_experts times num_hidden_layers is {self.n_experts * self.n_blocks}; expected at most "
+                f"{MAX_ALL_EXPERTS}"
+            )
         config.require("norm_topk_prob", False, True)
         config.require("decoder_sparse_step", 1, 1)
         config.require("mlp_only_layers", [], [])

@@ -7,6 +7,7 @@ block that predicts the next token but one, for speculative decoding).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import gguf
@@ -23,6 +24,7 @@ _MROPE_SECTION = [11, 11, 10]
 _INTERVAL = 4
 
 
+@lru_cache(maxsize=8)
 def tiled_heads(n_key_heads: int, n_value_heads: int, head_dim: int) -> NDArray[np.intp]:
     """The order that turns transformers' value heads into llama.cpp's.
 
@@ -32,7 +34,10 @@ def tiled_heads(n_key_heads: int, n_value_heads: int, head_dim: int) -> NDArray[
     checkpoint.
     """
     elements = np.arange(n_value_heads * head_dim, dtype=np.intp)
-    return elements.reshape(n_key_heads, n_value_heads // n_key_heads, head_dim).swapaxes(0, 1).reshape(-1)
+    order = elements.reshape(n_key_heads, n_value_heads // n_key_heads, head_dim).swapaxes(0, 1).reshape(-1)
+    # All blocks of a model share it.
+    order.flags.writeable = False
+    return order
 
 
 def _negative_exp(a_log: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -67,6 +72,8 @@ class Qwen35(Decoder):
                 f"linear_num_key_heads, {self.n_key_heads}"
             )
         self.value_heads = self.n_key_heads, self.n_value_heads
+        heads = 2 * self.n_key_heads + self.n_value_heads
+        self.check_width("all linear heads times linear_key_head_dim", heads * self.linear_head_dim)
 
     def _read_layer_types(self) -> list[bool]:
         """For each layer, whether it is a Gated DeltaNet."""
@@ -114,7 +121,7 @@ class Qwen35(Decoder):
     def _mrope_section(self) -> list[int]:
         """How the rotated pairs are dealt out to time, height, width and nothing."""
         parameters = self.config.section("rope_parameters") or self.config.section("rope_scaling")
-        section = parameters.integers("mrope_section") if parameters is not None else []
+        section = parameters.integers("mrope_section", 4) if parameters is not None else []
         section = section or _MROPE_SECTION
         return section + [0] * (4 - len(section))
 
@@ -142,14 +149,20 @@ class Qwen35(Decoder):
         yield self.norm(prefix + "post_attention_layernorm", self.n_embd)
         yield from self.mlp(prefix + "mlp.")
 
+    @cached_property
+    def _qkv_order(self) -> NDArray[np.intp]:
+        """Where each row of in_proj_qkv comes from; queries and keys stay where they are."""
+        n_key = self.n_key_heads * self.linear_head_dim
+        values = tiled_heads(self.n_key_heads, self.n_value_heads, self.linear_head_dim)
+        return np.concatenate([np.arange(2 * n_key, dtype=np.intp), 2 * n_key + values])
+
     def _delta_net(self, prefix: str, block: int) -> Iterator[TensorSpec]:
         n_embd, n_value_heads = self.n_embd, self.n_value_heads
         n_key = self.n_key_heads * self.linear_head_dim
         n_value = n_value_heads * self.linear_head_dim
         value_order = tiled_heads(self.n_key_heads, n_value_heads, self.linear_head_dim)
         head_order = tiled_heads(self.n_key_heads, n_value_heads, 1)
-        # Queries and keys stay where they are.
-        qkv_order = np.concatenate([np.arange(2 * n_key, dtype=np.intp), 2 * n_key + value_order])
+        qkv_order = self._qkv_order
 
         yield self.spec(
             prefix + "in_proj_qkv.weight", (2 * n_key + n_value, n_embd), Role.MATRIX, row_order=qkv_order

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_tern.convert.read.config import Config
+from ggml_tern.limits import MAX_TOKENS
 
 #: Scaling kinds that every graph of llama.cpp computes as transformers does.
 COMMON_KINDS = ("default", "linear", "yarn")
@@ -57,11 +58,15 @@ class Rope:
             return
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(self.scaling.number("factor"))
-        writer.add_rope_scaling_orig_ctx_len(self.scaling.integer("original_max_position_embeddings"))
+        writer.add_rope_scaling_orig_ctx_len(self._original_context(self.scaling))
         attention_factor = self._relative_attention_factor(self.scaling)
         if attention_factor != 1.0:
             key = gguf.Keys.Rope.SCALING_ATTN_FACTOR.format(arch=writer.arch)
             writer.add_float32(key, attention_factor)
+
+    @staticmethod
+    def _original_context(scaling: Config) -> int:
+        return scaling.integer("original_max_position_embeddings", most=MAX_TOKENS)
 
     @staticmethod
     def _relative_attention_factor(scaling: Config) -> float:
@@ -93,7 +98,7 @@ class Rope:
         high = self.scaling.number("high_freq_factor")
         if high <= low:
             raise self.scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}")
-        context = self.scaling.integer("original_max_position_embeddings")
+        context = self._original_context(self.scaling)
         frequencies = self.base ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         wavelengths = 2 * math.pi / frequencies
         smooth = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
@@ -116,6 +121,6 @@ def read_rope(config: Config, default_base: float, kinds: tuple[str, ...] = COMM
 def rotated_part(config: Config, default: float) -> float:
     """The part of every head that is rotated: `partial_rotary_factor`, which transformers 5 writes into
     `rope_parameters`."""
-    part = config.number("partial_rotary_factor", default)
+    part = config.number("partial_rotary_factor", default, most=1.0)
     parameters = config.section("rope_parameters")
-    return part if parameters is None else parameters.number("partial_rotary_factor", part)
+    return part if parameters is None else parameters.number("partial_rotary_factor", part, most=1.0)
