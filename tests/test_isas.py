@@ -142,9 +142,15 @@ def simde(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     # SIMDe's AVX-512 is made of AVX2 where there is that, in a fraction of the time.
     sources = {
         tools.KERNELS / f"{name}.cpp": [*include, *AVX2_FLAGS]
-        for name in (*(f"kernels_{isa}" for isa in x86), "attention_avx2", "attention_avx512")
+        for name in (
+            *(f"{what}_{isa}" for what in ("kernels", "roofline") for isa in x86),
+            "attention_avx2",
+            "attention_avx512",
+        )
     }
-    sources |= {tools.KERNELS / f"kernels_{name}.cpp": include for name in arm}
+    sources |= {
+        tools.KERNELS / f"{what}_{name}.cpp": include for what in ("kernels", "roofline") for name in arm
+    }
     # SIMDe lacks what attention_neon.cpp wants of fp16; the emulator runs that.
     sources[tools.KERNELS / "attention.cpp"] = ["-DTERN_AVX512"]
     sources |= tools.common_sources(["-DDRIVER_AVX2", "-DDRIVER_VNNI", "-DDRIVER_NEON"])
@@ -162,6 +168,8 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Driver:
         tools.KERNELS / "attention_neon.cpp": ["-march=armv8.2-a+dotprod"],
         tools.KERNELS / "kernels_neon.cpp": ["-march=armv8.2-a+dotprod"],
         tools.KERNELS / "kernels_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
+        tools.KERNELS / "roofline_neon.cpp": ["-march=armv8.2-a+dotprod"],
+        tools.KERNELS / "roofline_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
     }
     emulator = [tools.qemu_aarch64(), "-cpu", "max"]
     program = tools.build(
@@ -179,6 +187,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     if "avx2" in isas:
         sources[tools.KERNELS / "attention_avx2.cpp"] = AVX2_FLAGS
         sources[tools.KERNELS / "kernels_avx2.cpp"] = AVX2_FLAGS
+        sources[tools.KERNELS / "roofline_avx2.cpp"] = AVX2_FLAGS
     flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     program = tools.build(folder / "driver", tools.compiler(), sources, flags)
     return Driver([str(program)], isas, folder)
@@ -298,3 +307,13 @@ def test_attention(rng: np.random.Generator, driver: Driver) -> None:
             attention_ref.assert_matches(found[: want.size].reshape(want.shape), want)
             found = found[want.size :]
         assert found.size == 0
+
+
+def test_multiply_add_loops_do_what_they_count(driver: Driver) -> None:
+    """All factors are 1, so the sums add up to the number of multiply-adds."""
+    n_passes = 1000
+    job = np.array([4, n_passes, 0, 0, 0], np.int64).tobytes()
+    for isa in driver.isas:
+        of_a_pass, total = np.frombuffer(driver.run(isa, [job]), np.int64)
+        assert total == of_a_pass * n_passes, isa
+        assert of_a_pass >= 16, isa

@@ -68,14 +68,10 @@ def test_a_packed_matrix_keeps_no_hold_of_the_rows(rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("n_threads", [0, 1, 3])
 def test_bounds_are_measured(n_threads: int) -> None:
-    """With more threads than processors too. Which instruction sets have no loop yet is said, not guessed."""
+    """With more threads than processors too, and for every instruction set."""
     assert 1e6 < _core.read_bandwidth(n_threads, n_bytes=3 << 20, seconds=0.01) < 1e15
     for isa in ISAS:
-        if isa in ("avx2", "generic"):
-            assert 1e6 < _core.multiply_add_peak(n_threads, isa, seconds=0.01) < 1e15
-        else:
-            with pytest.raises(ValueError, match=f"no loop of multiply-adds .* {isa}"):
-                _core.multiply_add_peak(n_threads, isa, seconds=0.01)
+        assert 1e6 < _core.multiply_add_peak(n_threads, isa, seconds=0.01) < 1e15
 
 
 @pytest.mark.parametrize("isa", [*ISAS, None])

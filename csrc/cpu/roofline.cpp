@@ -135,31 +135,23 @@ double median_seconds(int n_threads, double seconds, const std::function<void(in
     return median(std::move(taken));
 }
 
-// What the generic kernels do for a row: 8-bit codes and activations, widened, multiplied and summed in 32 bits.
-void run_generic(int64_t n_passes) {
-    constexpr int N = 16;
-    uint8_t codes[N];
-    int8_t activations[N];
-    int32_t sum = 0;
-    for (int i = 0; i < N; i++) {
-        codes[i] = static_cast<uint8_t>(i % 3);
-        activations[i] = static_cast<int8_t>(i);
-    }
-    for (int64_t pass = 0; pass < n_passes; pass++) {
-        // Says that the memory has changed, or the compiler would multiply once and for all.
-        asm volatile("" : : "r"(codes), "r"(activations) : "memory");
-        for (int i = 0; i < N; i++) {
-            sum += codes[i] * activations[i];
-        }
-    }
-    asm volatile("" : : "r"(sum));  // a use, so that all this is not in vain
-}
-
 const MultiplyAddLoop * const MULTIPLY_ADD_LOOPS[] = {
+    &MULTIPLY_ADD_GENERIC,
 #if defined(__x86_64__)
     &MULTIPLY_ADD_AVX2,
 #endif
-    &MULTIPLY_ADD_GENERIC,
+#if defined(TERN_AVXVNNI)
+    &MULTIPLY_ADD_AVXVNNI,
+#endif
+#if defined(TERN_AVX512)
+    &MULTIPLY_ADD_AVX512,
+#endif
+#if defined(TERN_NEON)
+    &MULTIPLY_ADD_NEON,
+#endif
+#if defined(TERN_I8MM)
+    &MULTIPLY_ADD_I8MM,
+#endif
 };
 
 // The product of a matrix with columns of its own, in the steps of the plug-in; every thread calls them, ith of nth.
@@ -220,8 +212,6 @@ class Product {
 };
 
 }  // namespace
-
-const MultiplyAddLoop MULTIPLY_ADD_GENERIC = {"generic", 16, run_generic};
 
 double read_bandwidth(int n_threads, size_t n_bytes, double seconds) {
     const size_t n_chunks = std::max<size_t>(1, n_bytes / CHUNK);

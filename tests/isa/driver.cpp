@@ -12,9 +12,11 @@
 //   3 attention  n_tokens, n_heads,         d_k, d_v, type_k, type_v, int64;       float [n_tokens][n_heads][d_v]
 //                n_kv_heads, n_kv           softcap, max_bias, float; q; k; v;
 //                                           mask fp16 [n_tokens][n_kv]
+//   4 multiply-adds  n_passes, -, -, -      -                                      int64 of a pass, int64 sum of the loop
 #include "cpu/attention.h"
 #include "cpu/dense_tiles.h"
 #include "cpu/kernel_tables.h"
+#include "cpu/multiply_add_loops.h"
 
 #include <algorithm>
 #include <cmath>
@@ -27,16 +29,21 @@ namespace {
 
 using tern::Kernels;
 
-const Kernels * const TABLES[] = {
-    &tern::KERNELS_GENERIC,
+struct Isa {
+    const Kernels & kernels;
+    const tern::MultiplyAddLoop & multiply_adds;
+};
+
+const Isa ISAS[] = {
+    {tern::KERNELS_GENERIC, tern::MULTIPLY_ADD_GENERIC},
 #if defined(DRIVER_AVX2)
-    &tern::KERNELS_AVX2,
+    {tern::KERNELS_AVX2, tern::MULTIPLY_ADD_AVX2},
 #endif
 #if defined(DRIVER_VNNI)
-    &tern::KERNELS_AVXVNNI, &tern::KERNELS_AVX512,
+    {tern::KERNELS_AVXVNNI, tern::MULTIPLY_ADD_AVXVNNI}, {tern::KERNELS_AVX512, tern::MULTIPLY_ADD_AVX512},
 #endif
 #if defined(DRIVER_NEON)
-    &tern::KERNELS_NEON,    &tern::KERNELS_I8MM,
+    {tern::KERNELS_NEON, tern::MULTIPLY_ADD_NEON},       {tern::KERNELS_I8MM, tern::MULTIPLY_ADD_I8MM},
 #endif
 };
 
@@ -160,31 +167,36 @@ void attention(const Kernels & kernels, const int64_t * numbers, std::FILE * in,
     write(out, y);
 }
 
+void multiply_adds(const tern::MultiplyAddLoop & loop, const int64_t * numbers, std::FILE * out) {
+    write(out, std::vector<int64_t>{loop.multiply_adds_a_pass, loop.run(numbers[0])});
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
     if (argc != 4) {
         fail("usage: driver ISA INPUT OUTPUT");
     }
-    const Kernels * kernels = nullptr;
-    for (const Kernels * table : TABLES) {
-        if (std::strcmp(table->isa, argv[1]) == 0) {
-            kernels = table;
+    const Isa * isa = nullptr;
+    for (const Isa & candidate : ISAS) {
+        if (std::strcmp(candidate.kernels.isa, argv[1]) == 0) {
+            isa = &candidate;
         }
     }
     std::FILE * in = std::fopen(argv[2], "rb");
     std::FILE * out = std::fopen(argv[3], "wb");
-    if (kernels == nullptr || in == nullptr || out == nullptr) {
+    if (isa == nullptr || in == nullptr || out == nullptr) {
         fail("no such instruction set or file");
     }
     const int64_t n_jobs = read<int64_t>(in, 1)[0];
     for (int64_t job = 0; job < n_jobs; job++) {
         const auto numbers = read<int64_t>(in, 5);
         switch (numbers[0]) {
-        case 0: product(*kernels, numbers.data() + 1, in, out); break;
-        case 1: hadamard(*kernels, numbers.data() + 1, in, out); break;
-        case 2: squared_relu(*kernels, numbers.data() + 1, in, out); break;
-        case 3: attention(*kernels, numbers.data() + 1, in, out); break;
+        case 0: product(isa->kernels, numbers.data() + 1, in, out); break;
+        case 1: hadamard(isa->kernels, numbers.data() + 1, in, out); break;
+        case 2: squared_relu(isa->kernels, numbers.data() + 1, in, out); break;
+        case 3: attention(isa->kernels, numbers.data() + 1, in, out); break;
+        case 4: multiply_adds(isa->multiply_adds, numbers.data() + 1, out); break;
         default: fail("no such operation");
         }
     }

@@ -108,7 +108,7 @@ def common_sources(defines: list[str]) -> dict[Path, list[str]]:
         KERNELS / "kernels.cpp": defines,
         **{
             KERNELS / f"{name}.cpp": []
-            for name in ("attention_generic", "dense_tiles", "kernels_generic", "tiles")
+            for name in ("attention_generic", "dense_tiles", "kernels_generic", "roofline_generic", "tiles")
         },
         **{
             ROOT / "csrc" / "format" / f"{name}.cpp": []
