@@ -249,7 +249,7 @@ UNREADABLE = "/proc/self/mem"
 
 CASES = {
     # the directory
-    "no such directory": Case(shutil.rmtree, "", "no such directory"),
+    "no such directory": Case(shutil.rmtree, "", "no such file or directory"),
     "empty directory": Case(emptied, "", "has no config.json"),
     "no weights": Case(removed(WEIGHTS), "", "neither model.safetensors nor"),
     "pickled weights": Case(
@@ -294,7 +294,7 @@ CASES = {
         written(WEIGHTS, struct.pack("<Q", 1000) + b"{}"), WEIGHTS, "truncated or damaged"
     ),
     "header not JSON": Case(lambda m: write_header(m / WEIGHTS, "{{", b""), WEIGHTS, "truncated or damaged"),
-    "a web page": Case(written(WEIGHTS, "<!DOCTYPE html><html></html>"), WEIGHTS, "truncated or damaged"),
+    "a web page": Case(written(WEIGHTS, "<!DOCTYPE html><html></html>"), WEIGHTS, "is a web page (HTML)"),
     "overlapping tensors": Case(header_changed(overlapping), WEIGHTS, "truncated or damaged"),
     "a tensor twice": Case(duplicated, WEIGHTS, "truncated or damaged"),
     "negative shape": Case(
@@ -444,7 +444,7 @@ def test_broken_shards(case: Case, sound_shards: Path, tmp_path: Path) -> None:
 
 def test_file_instead_of_the_directory(sound: Path, tmp_path: Path) -> None:
     line = refused(sound / WEIGHTS, tmp_path / "model.gguf")
-    assert f"{sound / WEIGHTS}: not a directory" in line and f"{sound} perhaps" in line
+    assert f"{sound / WEIGHTS}: is a safetensors file" in line and f"to ternconv, {sound}\n" in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ggml_tern import _core
 from ggml_tern.errors import TernError
 from ggml_tern.gguf import i2_s
+from ggml_tern.gguf.identify import require_gguf
 from ggml_tern.tensors.names import printable
 
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -193,6 +194,11 @@ class GGUFSource:
             )
 
     @property
+    def first(self) -> Path:
+        """The file that llama.cpp opens: of a split model, the first part."""
+        return self.parts[0].path
+
+    @property
     def is_legacy(self) -> bool:
         """Whether PQ2_0 blocks stand in it under the id of Q2_0."""
         return any(part.header["legacy_q2_0"] for part in self.parts)
@@ -236,18 +242,32 @@ class GGUFSource:
         return [part.path for part in self.parts]
 
 
+#: Ids of tensor types beyond those of stock llama.cpp, and who writes them: ik_llama.cpp's own types and its
+#: interleaved ones (ggml/include/ggml.h in github.com/ikawrakow/ik_llama.cpp).
+_FORKS = ((range(133, 160), "ik_llama.cpp"), (range(200, 400), "ik_llama.cpp"))
+
+
+def _maker_of_type(error: _core.FormatError) -> str:
+    """What to add to the message about a tensor's type that is not known."""
+    match = re.search(r" has unknown type (\d+)$", str(error))
+    if match is None:
+        return ""
+    for ids, maker in _FORKS:
+        if int(match[1]) in ids:
+            return f", which only {maker} knows; run the file there, or take one of the types of llama.cpp"
+    return (
+        "; it is of another fork of llama.cpp or of one newer than this ggml-tern; take a file of the types "
+        "of llama.cpp, or update ggml-tern"
+    )
+
+
 def _open(path: Path) -> Part:
-    if path.is_dir():
-        raise TernError(f"{path}: is a directory; give a GGUF file")
-    if path.exists() and not path.is_file():
-        raise TernError(f"{path}: is not a regular file; give a GGUF file")
+    require_gguf(path)
     try:
         header = _core.read_gguf_header(path)
         data: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
     except _core.FormatError as error:
-        raise TernError(f"{path}: {error}") from None
-    except FileNotFoundError:
-        raise TernError(f"{path}: no such file") from None
+        raise TernError(f"{path}: {error}{_maker_of_type(error)}") from None
     except (OSError, ValueError) as error:
         raise TernError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return Part(path, header, data)

@@ -23,7 +23,9 @@ from ggml_tern.convert.read.checkpoint import Checkpoint
 from ggml_tern.convert.read.hadamard_manifest import MANIFEST_FILE, read_manifest
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.identify import Kind, identify
 from ggml_tern.gguf.keys import Keys
+from ggml_tern.gguf.model_file import require_model
 from ggml_tern.gguf.reader import (
     LEGACY_NOTE,
     SPLIT_COUNT,
@@ -117,8 +119,8 @@ class GGUFModel(InputModel):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFSource(path)
-        if self._file.architecture is None:
-            raise TernError(f"{path}: has no general.architecture; expected the GGUF file of a model")
+        require_model(self._file)
+        assert self._file.architecture is not None
         self.arch = self._file.architecture
         self.tied = "output.weight" not in self._file.tensors
         self.rotations = self._file.rotations
@@ -170,7 +172,7 @@ def open_model(path: Path, adapters: Sequence[Adapter] = (), *, keep_mtp: bool =
 
     Raises TernError for a path that is neither, and for anything wrong with what is there.
     """
-    if path.suffix != ".gguf" or path.is_dir():
+    if identify(path).kind is not Kind.GGUF:
         return HuggingFaceModel(path, adapters, keep_mtp=keep_mtp)
     if adapters:
         raise TernError(f"{path}: is a GGUF file; a LoRA is merged into a Hugging Face model directory")

@@ -12,6 +12,7 @@ from ggml_tern.convert.read.lora import Adapter, merge
 from ggml_tern.convert.read.quantization import pair_scales, read_quantization
 from ggml_tern.convert.read.stored_tensors import StoredTensor, open_safetensors
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.identify import Kind, identify
 from ggml_tern.tensors.values import Rows
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,18 +58,10 @@ class Checkpoint:
             adapter.check_model(self.tensors)
 
     def _check_directory(self) -> None:
-        directory = self.directory
-        if not directory.exists():
-            raise TernError(
-                f"{directory}: no such directory; expected a Hugging Face model directory with {CONFIG_FILE}"
-            )
-        if not directory.is_dir():
-            raise TernError(
-                f"{directory}: not a directory; give the model directory that holds {CONFIG_FILE} and the "
-                f"weights, {directory.parent} perhaps"
-            )
-        if not self._has(CONFIG_FILE):
-            raise TernError(f"{directory}: has no {CONFIG_FILE}; expected a Hugging Face model directory")
+        found = identify(self.directory)
+        if found.kind is not Kind.CHECKPOINT:
+            raise found.refusal()
+        self._has(CONFIG_FILE)
 
     def _has(self, name: str) -> bool:
         """Whether the directory holds a file. Raises TernError for a link to nothing: the cache of the hub is

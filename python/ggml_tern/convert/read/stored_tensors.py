@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.identify import Kind, identify
 
 #: safetensors dtype -> numpy dtype of the mapped array. BF16 and the 8-bit floats have no numpy dtype: their
 #: bits come as unsigned integers.
@@ -80,6 +81,9 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
             pass
         header = SafetensorsLocal(path).tensors
     except (SafetensorError, ValueError, KeyError) as error:
+        found = identify(path)
+        if found.kind not in (Kind.SAFETENSORS, Kind.UNKNOWN):
+            raise found.refusal() from None
         raise TernError(
             f"{path}: truncated or damaged safetensors file of {path.stat().st_size} bytes ({error}); "
             "download it again"
