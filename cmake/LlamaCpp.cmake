@@ -1,6 +1,7 @@
 # Where llama.cpp's headers are, and its built tools. Sets
 #   TERN_GGML_INCLUDE_DIRS   the folders of ggml.h, ggml-backend-impl.h and ggml-impl.h
 #   TERN_LLAMA_CPP_DIST      the folder of the stock tools and libraries to ship; empty with TERN_LLAMA_CPP_DIR
+#   TERN_LLAMA_CPP_CPU       a file with the instruction sets that these were compiled for, as the compiler names them
 #
 # The pinned source comes from tools/build_llama_cpp.py, which fetches and builds it once per machine, apart from this build.
 # The variable TERN_LLAMA_CPP_DIR (CMake's or the environment's) names another llama.cpp source tree: then the plug-in is
@@ -30,6 +31,9 @@ else()
   endif()
   string(JSON _source GET "${_answer}" source)
   string(JSON TERN_LLAMA_CPP_DIST GET "${_answer}" dist)
+  string(JSON _cpu GET "${_answer}" cpu)
+  set(TERN_LLAMA_CPP_CPU "${CMAKE_CURRENT_BINARY_DIR}/CPU")
+  file(CONFIGURE OUTPUT "${TERN_LLAMA_CPP_CPU}" CONTENT "${_cpu}\n")
 endif()
 
 foreach(_header ggml/include/ggml-backend.h ggml/src/ggml-backend-impl.h ggml/src/ggml-impl.h)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 from ggml_tern.errors import TernError
 from ggml_tern.host import stock as host
 from ggml_tern.host.run import bundled_programs, find_program
-
-TERN = str(Path(sys.executable).parent / "tern")
+from tern_command import TERN, clean_environment, tern
 
 # Prints its arguments and the variables of the plug-in, as JSON.
 DUMP = """
@@ -24,17 +22,6 @@ import json, os, sys
 names = ["GGML_BACKEND_PATH", "LLAMA_ARG_DEVICE"]
 print(json.dumps({"arguments": sys.argv[1:]} | {name: os.environ.get(name) for name in names}))
 """
-
-
-def clean_environment(**variables: str) -> dict[str, str]:
-    """This environment without the plug-in's variables, with ``variables`` added."""
-    dropped = {host.BACKEND_VARIABLE, host.DEVICE_VARIABLE, host.LLAMA_LIBRARY_VARIABLE}
-    return {name: value for name, value in os.environ.items() if name not in dropped} | variables
-
-
-def tern(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = clean_environment(**variables)
-    return subprocess.run([TERN, *arguments], env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -190,88 +177,3 @@ def test_stock_programs_have_the_device_with_the_plugin_only(program: str) -> No
     assert with_plugin.returncode == without.returncode == 0
     assert "TERN0: " in with_plugin.stdout
     assert "TERN0" not in without.stdout + without.stderr
-
-
-# ------------------------------------------------------------------------------------------------------------
-# tern doctor
-# ------------------------------------------------------------------------------------------------------------
-
-
-def examine(*arguments: str, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Exit code and checks by name of ``tern doctor --json``."""
-    result = tern("doctor", "--json", *arguments, **variables)
-    answer = json.loads(result.stdout)
-    assert answer["ok"] == (result.returncode == 0)
-    return result.returncode, {check["name"]: check for check in answer["checks"]}
-
-
-def test_doctor_finds_a_sound_installation() -> None:
-    code, checks = examine()
-    assert code == 0, checks
-    for name in (
-        "package",
-        "processor",
-        "ggml_tern._core",
-        "plug-in",
-        "stock tools",
-        "plug-in in llama-server",
-    ):
-        assert checks[name]["status"] == "ok", checks[name]
-    assert str(host.plugin_path()) == checks["plug-in"]["found"]
-    assert "TERN0" in checks["plug-in in llama-server"]["found"]
-    assert host.llama_cpp_version() in checks["stock tools"]["found"]
-
-
-def test_doctor_prints_for_people_too() -> None:
-    result = tern("doctor", COLUMNS="200")
-    assert result.returncode == 0, result.stdout
-    assert str(host.plugin_path()) in result.stdout
-
-
-def test_doctor_sees_a_variable_that_names_nothing() -> None:
-    code, checks = examine(GGML_BACKEND_PATH="/nowhere/libggml-tern.so")
-    assert code == 1
-    assert checks["GGML_BACKEND_PATH"]["status"] == "broken"
-    assert "tern env" in checks["GGML_BACKEND_PATH"]["mend"]
-
-
-def test_doctor_notes_other_choices() -> None:
-    code, checks = examine(GGML_BACKEND_PATH="/bin/sh", LLAMA_ARG_DEVICE="CUDA0")
-    assert code == 0
-    assert checks["GGML_BACKEND_PATH"]["status"] == "note"
-    assert checks["LLAMA_ARG_DEVICE"]["status"] == "note"
-
-
-def test_doctor_knows_a_program_without_shared_ggml() -> None:
-    code, checks = examine("/bin/true")
-    assert code == 1
-    assert "needs no shared libggml" in checks["plug-in in true"]["found"]
-
-
-def test_doctor_repeats_what_a_host_says(tmp_path: Path) -> None:
-    """A host that cannot load the plug-in: here because its file is damaged."""
-    package = tmp_path / "ggml_tern"
-    shutil.copytree(host.install_dir() / "llama.cpp", package / "llama.cpp")
-    (package / "lib").mkdir()
-    damaged = package / "lib" / host.PLUGIN_NAME
-    damaged.write_text("no library\n")
-    script = (
-        "import sys; from pathlib import Path; from ggml_tern.host import doctor, stock as host\n"
-        "for module in (doctor, host): module.install_dir = lambda: Path(sys.argv[1])\n"
-        "print(doctor.check_host(Path(sys.argv[1]) / 'llama.cpp' / 'llama-server').found)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(package)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert str(damaged) in result.stdout
-    assert "llama-server" in result.stdout
-
-
-def test_doctor_of_an_unknown_program() -> None:
-    result = tern("doctor", "no-such-program")
-    assert result.returncode == 1
-    assert result.stderr.startswith("tern: no-such-program: ")

@@ -162,7 +162,7 @@ def test_rotation(tmp_path: Path, rng: np.random.Generator) -> None:
     assert (
         "Hadamard, blocks of 128, signs identity, 4 weights (2 attn_q, 1 ffn_up, 1 output), inverse "
         "token_embd.weight, version 1"
-    ) in tern("inspect", path).stdout
+    ) in " ".join(tern("inspect", path).stdout.split())
 
 
 def test_a_rotation_that_breaks_a_rule(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -178,10 +178,8 @@ def test_a_rotation_that_breaks_a_rule(tmp_path: Path, rng: np.random.Generator)
         found = described(path, *tensors, **broken)
         assert key in found["rotation"]["error"] and not found["runs"]["plugin"]
         result = tern("inspect", path)
-        (line,) = [
-            line for line in result.stdout.splitlines() if line.startswith("note: the plug-in refuses")
-        ]
-        assert result.returncode == 0 and key in line and "broken: Hadamard" in result.stdout
+        (note,) = [note for note in result.stdout.split("note: ") if note.startswith("the plug-in refuses")]
+        assert result.returncode == 0 and key in note and "broken: Hadamard" in result.stdout
     other = [ternary(rng, names[0], ref.TQ2_0, 3, 256), *tensors[1:]]
     found = described(path, *other, **rotation())
     assert "blk.0.attn_q.weight is rotated, and nothing undoes that in TQ2_0" in found["rotation"]["error"]
@@ -208,6 +206,30 @@ def test_inspect_for_people(tmp_path: Path, rng: np.random.Generator) -> None:
     assert "\x1b" not in result.stdout and r"\x1b[2J\nevil" in result.stdout
     for part in ("PQ2_0 (142)", "2.125", "zeros", "20 in all]", "runs it", "does not run it", str(path)):
         assert part in result.stdout, part
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_inspect_fits_the_terminal(
+    width: int, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line is longer, but for one with a path or a command that would be of no use in pieces."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    path = tmp_path / "a model.gguf"
+    kinds = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    names = [*(f"blk.{i}.{kind}.weight" for i in range(2) for kind in kinds), "output.weight"]
+    tensors = [ternary(rng, name, ref.PQ2_0, 3, 256) for name in [*names, "token_embd.weight"]]
+    keys = rotation(weight_names=names)
+    files.write(path, METADATA | keys | {"general.description": "a word " * 40}, tensors)
+    result = tern("inspect", path, "--stats")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert f"note: `tern run llama-server -m '{path}'`" in lines and f"file              {path}" in lines
+    assert [line for line in lines if len(line) > width and str(path) not in line] == []
+    text = " ".join(result.stdout.split())
+    assert (
+        f"signs identity, 15 weights ({', '.join(f'2 {kind}' for kind in kinds)}, 1 output), inverse" in text
+    )
+    assert "the plug-in rotates what they are multiplied with" in text
 
 
 def test_inspect_of_files_without_tensors_or_numbers(tmp_path: Path) -> None:

@@ -26,7 +26,18 @@ CPP_ROOMS: dict[str, set[str]] = {
 
 #: What every room of the package may use: files at its root that know no other room, and what all say of
 #: tensors.
-COMMON = {"", "_core", "atomic_file", "errors", "limits", "memory_size", "ordered", "progress", "tensors"}
+COMMON = {
+    "",
+    "_core",
+    "atomic_file",
+    "errors",
+    "limits",
+    "memory_size",
+    "ordered",
+    "progress",
+    "tensors",
+    "wrapping",
+}
 #: For each room of the package those that it may import from, besides COMMON.
 PYTHON_ROOMS: dict[str, set[str]] = {
     "gguf": set(),

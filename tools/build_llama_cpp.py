@@ -535,6 +535,7 @@ def bindings_command(layout: Layout) -> None:
 
 
 def report(layout: Layout) -> dict[str, object]:
+    stamp = read_stamp(layout)
     return {
         "version": VERSION,
         "cache": str(layout.cache),
@@ -543,6 +544,7 @@ def report(layout: Layout) -> dict[str, object]:
         "fetched": layout.source.exists(),
         "built": is_done(layout),
         "web_page": layout.page.exists(),
+        "cpu": " ".join(stamp.get("cpu", [])) if isinstance(stamp, dict) else "",
     }
 
 

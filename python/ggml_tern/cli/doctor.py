@@ -6,10 +6,10 @@ import sys
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ggml_tern.host import doctor as examination
+from ggml_tern.wrapping import print_wrapped
 
 STATUS_STYLE = {
     examination.Status.OK: "green",
@@ -32,14 +32,12 @@ def command(program: str | None, json_output: bool) -> None:
     if json_output:
         click.echo(examination.as_json(checks))
     else:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        console = Console()
+        longest = max(len(check.name) for check in checks)
         for check in checks:
             style = STATUS_STYLE[check.status]
-            table.add_row(Text(check.status, style), check.name, Text(check.found))
+            label = Text.assemble((f"{check.status:<8}", style), f"{check.name:<{longest}}  ")
+            print_wrapped(label, check.found, console)
             if check.mend:
-                table.add_row("", "", Text(f"→ {check.mend}", style))
-        Console().print(table)
+                print_wrapped(" " * len(label) + "→ ", check.mend, console, style)
     sys.exit(0 if examination.is_sound(checks) else 1)

@@ -17,4 +17,4 @@ def command(stock: bool, program: str, arguments: tuple[str, ...]) -> None:
     PROGRAM is the name of one that came with ggml-tern (llama-server, llama-bench, ...), of one on the PATH,
     or a path. All that follows it is passed on; its output, signals and exit code come through.
     """
-    running.run(program, list(arguments), stock=stock)
+    running.run(running.find_program(program), list(arguments), stock=stock)

@@ -25,6 +25,7 @@ from ggml_tern.errors import TernError
 from ggml_tern.gguf.digest import canonical_blocks
 from ggml_tern.gguf.reader import HADAMARD, ROTATED_TYPES, GGUFSource, GGUFTensor
 from ggml_tern.tensors.names import kind_name, printable
+from ggml_tern.wrapping import print_wrapped, whole
 
 #: Elements of an array that are told.
 _FIRST = 8
@@ -233,9 +234,9 @@ def _json_scalar(value: Any) -> Any:
 
 
 def print_description(found: dict[str, Any], console: Console) -> None:
-    """Print what `describe` found: the facts, a line for each type, what runs it, and the metadata."""
+    """Print what `describe` found: the facts, a line for each type, the metadata, and what runs it."""
     for name, value in _facts(found):
-        _print_line(f"{name:<17} {value}", console)
+        print_wrapped(f"{name:<17} ", whole(value) if name == "file" else value, console)
     console.print()
     console.print(_types_table(found))
     console.print()
@@ -247,11 +248,7 @@ def print_description(found: dict[str, Any], console: Console) -> None:
     console.print(metadata)
     console.print()
     for note in found["runs"]["notes"]:
-        _print_line(f"note: {note}", console)
-
-
-def _print_line(line: str, console: Console) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print_wrapped("note: ", note, console)
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:

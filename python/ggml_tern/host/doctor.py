@@ -10,13 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from ggml_tern.errors import TernError
+from ggml_tern.host import binaries
+from ggml_tern.host.binaries import LIBRARY_PATH_VARIABLE
 from ggml_tern.host.run import bundled_programs, find_program
 from ggml_tern.host.stock import (
     BACKEND_VARIABLE,
@@ -34,11 +37,27 @@ from ggml_tern.host.stock import (
 )
 
 REBUILD = "install the package again: pip install --force-reinstall . (or make build)"
+BUILD_HERE = (
+    "use a llama.cpp that was built on this machine, or one with a backend for every processor "
+    "(-DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON)"
+)
 SECONDS_TO_START = 60.0
 
+CPUINFO = Path("/proc/cpuinfo")
 # The instruction sets that the kernels know, as /proc/cpuinfo names them.
 X86_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni")
 ARM_FEATURES = ("asimd", "asimddp", "i8mm", "sve")
+# What every kernel but the portable one needs on x86-64.
+X86_NEEDED = ("avx", "avx2", "fma", "f16c")
+# What a llama.cpp can be compiled for.
+KNOWN_X86_FEATURES = (
+    *("pni", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", "f16c", "fma", "avx2", "bmi1", "bmi2", "abm"),
+    *("movbe", "adx", "avx_vnni", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512ifma"),
+    *("avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16"),
+    *("avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+)
+# Where the compiler's macros, in small letters and without underscores, are not /proc/cpuinfo's names.
+OTHER_NAMES = {"bmi": "bmi1", "lzcnt": "abm", "sse3": "pni", "sha": "shani"}
 
 
 class Status(StrEnum):
@@ -78,14 +97,14 @@ class Outcome:
         return lines[-1].strip() if lines else "no output"
 
     def failure(self) -> str:
-        """How it failed: the plug-in's own refusal if there is one, else what the loader said of its file."""
+        """How it failed: by a signal, else the plug-in's own refusal if there is one, else its last line."""
+        if self.code == -signal.SIGILL:
+            return f"uses an instruction that this processor lacks (SIGILL){lacking(X86_NEEDED)}"
         if self.code < 0:
             return f"ended by signal {-self.code} ({signal.Signals(-self.code).name})"
-        lines = [line.strip() for line in self.text.splitlines()]
-        said = [line for line in lines if line.startswith("ggml-tern:")]
-        said += [line for line in lines if PLUGIN_NAME in line]
-        said.append(self.last_line().removeprefix("ggml_tern.errors.TernError: "))
-        return said[0]
+        refusals = [line for line in self.text.splitlines() if line.startswith("ggml-tern: ")]
+        last = self.last_line().removeprefix("ggml_tern.errors.TernError: ").removeprefix("OSError: ")
+        return refusals[-1] if refusals else last
 
 
 def run_child(command: list[str], environment: dict[str, str]) -> Outcome:
@@ -113,38 +132,79 @@ def check_package() -> Check:
     return Check("package", Status.OK, found)
 
 
-def check_cpu() -> Check:
-    """The processor and which of the instruction sets that kernels are written for it has."""
-    machine = platform.machine()
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    model = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+def run_python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Outcome:
+    """Run code in a Python like this one, where a crash does no harm."""
+    # -P: not the modules of the working directory.
+    return run_child([sys.executable, "-P", "-c", code, *arguments], environment or dict(os.environ))
+
+
+def cpu_features() -> set[str]:
+    """What /proc/cpuinfo says that the processor has; empty if it does not say."""
+    text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    present = set(flags.group(1).split()) if flags else set()
+    return set(flags.group(1).split()) if flags else set()
+
+
+def lacking(features: Iterable[str]) -> str:
+    """Says which of these features an x86-64 processor has not; empty if it has all, or is another."""
+    present = cpu_features()
+    absent = [name for name in features if name not in present]
+    return f"; it has no {', '.join(absent)}" if absent and present and platform.machine() == "x86_64" else ""
+
+
+def built_for() -> tuple[str, ...]:
+    """What a processor must have for the llama.cpp that came along, as /proc/cpuinfo names it.
+
+    Only what it names at all; empty if that is not known.
+    """
+    try:
+        macros = (llama_cpp_dir() / "CPU").read_text(encoding="utf-8").lower().split()
+    except (OSError, TernError):
+        return ()
+    compiled = {OTHER_NAMES.get(name, name) for name in (macro.replace("_", "") for macro in macros)}
+    return tuple(name for name in KNOWN_X86_FEATURES if name.replace("_", "") in compiled)
+
+
+def check_cpu() -> Check:
+    """The processor, and which of the instruction sets that kernels are written for it has."""
+    machine = platform.machine()
+    text = CPUINFO.read_text(encoding="utf-8", errors="replace")
+    model = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    present = cpu_features()
     known = X86_FEATURES if machine == "x86_64" else ARM_FEATURES
     features = (
         " ".join(name for name in known if name in present) or "no vector instructions that the kernels use"
     )
     cores = len(os.sched_getaffinity(0))
-    return Check(
-        "processor", Status.OK, f"{model.group(1) if model else machine}, {cores} processors: {features}"
-    )
+    found = f"{model.group(1) if model else machine}, {cores} processors: {features}"
+    if absent := lacking(built_for()):
+        found += f"{absent}, which the llama.cpp programs that came along were built for"
+        mend = "build them for this processor: pip install --force-reinstall --no-cache-dir . on this machine"
+        return Check("processor", Status.BROKEN, found, mend)
+    if absent := lacking(X86_NEEDED):
+        mend = "nothing, but for another machine: the portable kernels are used here, which are much slower"
+        return Check("processor", Status.NOTE, found + absent, mend)
+    return Check("processor", Status.OK, found)
 
 
 def check_core() -> Check:
     """Import the extension module in a child, where an illegal instruction does no harm."""
-    outcome = run_child(
-        [sys.executable, "-c", "import ggml_tern._core as c; print(c.__file__)"], dict(os.environ)
-    )
+    outcome = run_python("import ggml_tern._core as c; print(c.__file__)")
     if outcome.code == 0:
         return Check("ggml_tern._core", Status.OK, outcome.last_line())
     return Check("ggml_tern._core", Status.BROKEN, f"does not import: {outcome.failure()}", REBUILD)
 
 
 def check_plugin_file() -> Check:
+    """Load the plug-in's file by itself: what is wrong with it, llama.cpp would only log, if at all."""
     try:
         path = plugin_path()
+        binaries.read(path)
     except TernError as error:
         return Check("plug-in", Status.BROKEN, str(error), REBUILD)
+    outcome = run_python("import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(path))
+    if outcome.code != 0:
+        return Check("plug-in", Status.BROKEN, f"{path}: it cannot be loaded: {outcome.failure()}", REBUILD)
     return Check("plug-in", Status.OK, str(path))
 
 
@@ -153,47 +213,83 @@ def check_tools() -> Check:
         folder = llama_cpp_dir()
     except TernError as error:
         return Check("stock tools", Status.NOTE, str(error))
-    environment = {name: value for name, value in os.environ.items() if name != DEVICE_VARIABLE}
-    outcome = run_child([str(folder / "llama-server"), "--version"], environment)
+    program = folder / "llama-server"
+    environment = host_environment(stock=True, program=program)
+    environment.pop(DEVICE_VARIABLE, None)
+    try:
+        trouble = binaries.libraries_of(binaries.read(program), environment).trouble
+    except TernError as error:
+        return Check("stock tools", Status.BROKEN, str(error), REBUILD)
+    outcome = run_child([str(program), "--version"], environment)
     if outcome.code != 0:
-        mend = f"they were built for another processor or are damaged; {REBUILD}"
-        return Check("stock tools", Status.BROKEN, f"llama-server {outcome.failure()}", mend)
+        why = "; ".join(trouble[:3]) or outcome.failure()
+        return Check("stock tools", Status.BROKEN, f"{program} does not run: {why}", REBUILD)
     reported = re.search(r"^version: (\S+)", outcome.text, flags=re.MULTILINE)
     found = f"llama.cpp {reported.group(1) if reported else 'of unknown version'}"
     found += f", as in llama-cpp-python {llama_cpp_version()}, in {folder}: {', '.join(bundled_programs())}"
     return Check("stock tools", Status.OK, found)
 
 
-def is_static(program: Path) -> bool:
-    """True if ``program`` needs no libggml, so that a plug-in could not register itself there."""
-    ldd = shutil.which("ldd")
-    if ldd is None:
-        return False
-    needed = run_child([ldd, str(program)], dict(os.environ)).text
-    return "libggml" not in needed and "libllama" not in needed and "not found" not in needed
-
-
 def check_host(program: Path) -> Check:
-    """Load the plug-in into a stock llama.cpp program, and let that say which devices it has."""
+    """Load the plug-in into a stock llama.cpp program, and let that say which devices it has.
+
+    Where it has not ours, why not is found out without it: what it says, it only logs, and it may end before
+    that is written.
+    """
     name = f"plug-in in {program.name}"
+    ours = program.parent == install_dir() / "llama.cpp"
     # --list-devices loads the plug-in whether or not a device is named, and a device that is named but
     # missing would end the program before it has said why.
-    environment = host_environment(stock=False)
+    environment = host_environment(stock=False, program=program)
     del environment[DEVICE_VARIABLE]
+
+    def broken(found: str, mend: str) -> Check:
+        return Check(name, Status.BROKEN, f"{program}: {found.removeprefix(f'{program}: ')}", mend)
+
+    is_script = program.read_bytes()[:2] == b"#!"
+    if is_script:
+        libraries = binaries.Libraries({}, ())
+    else:
+        try:
+            binary = binaries.read(program)
+        except TernError as error:
+            return broken(str(error), REBUILD if ours else "install that llama.cpp again")
+        libraries = binaries.libraries_of(binary, environment)
+        if not libraries.of_llama_cpp and not libraries.trouble:
+            return broken(
+                "needs no shared libggml: it is no llama.cpp program, or linked statically",
+                "build that llama.cpp with -DBUILD_SHARED_LIBS=ON, or use the programs that came with "
+                "ggml-tern",
+            )
     outcome = run_child([str(program), "--list-devices"], environment)
     device = re.search(rf"^\s*{DEVICE}: (.+)$", outcome.text, flags=re.MULTILINE)
     if outcome.code == 0 and device:
         return Check(name, Status.OK, f"{program}: {DEVICE} is {device.group(1)}")
-    if is_static(program):
-        found = f"{program} needs no shared libggml: it is no llama.cpp program, or linked statically"
-        mend = (
-            "build that llama.cpp with -DBUILD_SHARED_LIBS=ON, or use the programs that came with ggml-tern"
+    plugin = check_plugin_file()
+    if plugin.status is Status.BROKEN:
+        return broken(f"does not get the device {DEVICE}: {plugin.found}", plugin.mend)
+    if is_script:
+        return broken(
+            f"is a script, and what it starts does not show the device {DEVICE}: {outcome.failure()}",
+            "name the program that it starts: tern doctor PROGRAM",
         )
-        return Check(name, Status.BROKEN, found, mend)
-    found = f"{program} does not get the device {DEVICE}: {outcome.failure()}"
-    mend = "use the programs that came with ggml-tern, or a llama.cpp of a version that the README lists"
-    return Check(
-        name, Status.BROKEN, found, mend if program.parent != install_dir() / "llama.cpp" else REBUILD
+    if (clash := binaries.clash_of(binary, environment)) is not None:
+        return broken(str(clash), clash.mend)
+    if libraries.trouble:
+        return broken(
+            f"does not start: {'; '.join(libraries.trouble[:3])}",
+            REBUILD if ours else f"install it again, or name the library's folder in {LIBRARY_PATH_VARIABLE}",
+        )
+    if outcome.code == -signal.SIGILL:
+        return broken(outcome.failure(), REBUILD if ours else BUILD_HERE)
+    found = probe_libraries_of(program, libraries, environment)
+    if isinstance(found, str):
+        mend = "use the programs that came with ggml-tern, or a llama.cpp of a version that the README lists"
+        return broken(f"does not get the device {DEVICE}: {found}", REBUILD if ours else mend)
+    return broken(
+        f"does not show the device {DEVICE}, though the plug-in goes into its {Path(found['library']).name}: "
+        f"--list-devices ended with exit code {outcome.code} and {outcome.last_line()!r}",
+        "some programs load no backends at all, such as llama-quantize: use another, or a newer llama.cpp",
     )
 
 
@@ -201,10 +297,11 @@ def check_host(program: Path) -> Check:
 # there.
 LIBRARY_PROBE = """
 import ctypes, json, sys
+from pathlib import Path
 from ggml_tern.host import stock as host
 if len(sys.argv) > 1:
     library = ctypes.CDLL(sys.argv[1])
-    host.load_plugin(library)
+    host.load_plugin(library, Path(sys.argv[2]))
 else:
     host.enable()
     import llama_cpp.llama_cpp
@@ -215,12 +312,35 @@ print(json.dumps(host.plugin_status(library) | {"library": library._name, "libgg
 """
 
 
-def check_library(name: str, mend: str, *arguments: str) -> Check:
+def probe_library(environment: dict[str, str], *arguments: str) -> dict[str, Any] | str:
+    """What the plug-in says of itself in a libllama, or why it does not go in.
+
+    arguments: of LIBRARY_PROBE.
+    """
+    outcome = run_python(LIBRARY_PROBE, *arguments, environment=environment)
+    return outcome.failure() if outcome.code != 0 else dict(json.loads(outcome.last_line()))
+
+
+def probe_libraries_of(
+    program: Path, libraries: binaries.Libraries, environment: dict[str, str]
+) -> dict[str, Any] | str:
+    """`probe_library` of the libraries that a program gets."""
+    files = libraries.of_llama_cpp
+    whole = [files[name] for stem in ("libllama.so", "libggml.so") for name in files if name.startswith(stem)]
+    if not whole:
+        return "it has no libllama and no libggml of its own"
+    # So that the loader finds for Python what it found for the program.
+    folders = dict.fromkeys(str(path.parent) for path in files.values())
+    searched = [*folders, *filter(None, [environment.get(LIBRARY_PATH_VARIABLE)])]
+    environment = environment | {LIBRARY_PATH_VARIABLE: os.pathsep.join(searched)}
+    return probe_library(environment, str(whole[0]), str(program.parent))
+
+
+def check_library(name: str, mend: str, environment: dict[str, str], *arguments: str) -> Check:
     """Load the plug-in into a libllama, in a child, and let it say how it sits there."""
-    outcome = run_child([sys.executable, "-c", LIBRARY_PROBE, *arguments], dict(os.environ))
-    if outcome.code != 0:
-        return Check(name, Status.BROKEN, outcome.failure(), mend)
-    probe = json.loads(outcome.last_line())
+    probe = probe_library(environment, *arguments)
+    if isinstance(probe, str):
+        return Check(name, Status.BROKEN, probe, mend)
     found = f"{probe['library']}: ggml {probe['ggml_version']}, backend API {probe['api_version']}, "
     found += f"kernels {probe['isa']}"
     if probe["hooked_slots"] == "0":
@@ -241,7 +361,7 @@ def check_python_bindings() -> Check:
     mend = f"install the one that goes with ggml-tern: {bindings_command()}"
     if LLAMA_LIBRARY_VARIABLE in os.environ:
         mend = f"{LLAMA_LIBRARY_VARIABLE} is set: unset it, or name a folder with libllama.so; or {mend}"
-    return check_library(f"llama-cpp-python {bindings.version}", mend)
+    return check_library(f"llama-cpp-python {bindings.version}", mend, dict(os.environ))
 
 
 def check_environment() -> Iterator[Check]:
@@ -262,9 +382,21 @@ def check_environment() -> Iterator[Check]:
                 BACKEND_VARIABLE, Status.NOTE, f"names another installation's plug-in, {backend}", mend
             )
     devices = os.environ.get(DEVICE_VARIABLE)
-    if devices is not None and DEVICE not in devices.split(","):
+    if devices is not None and DEVICE in devices.split(",") and Path(backend or "").name != PLUGIN_NAME:
+        found = f"is {devices}, and {BACKEND_VARIABLE} {f'names {backend}' if backend else 'is not set'}: "
+        found += f"programs that you start yourself end with 'invalid device: {DEVICE}'"
+        mend = f'set both, eval "$(tern env)"; or unset {DEVICE_VARIABLE}'
+        yield Check(DEVICE_VARIABLE, Status.BROKEN, found, mend)
+    elif devices is not None and DEVICE not in devices.split(","):
         found = f"is {devices}: programs that you start yourself do not use {DEVICE}; 'tern run' does"
         yield Check(DEVICE_VARIABLE, Status.NOTE, found)
+    try:
+        clash = binaries.clash_of(binaries.read(llama_cpp_dir() / "llama-server"), os.environ)
+    except TernError:
+        clash = None
+    if clash is not None:
+        found = f"{clash}, for llama.cpp programs that you start yourself; 'tern' starts ours with their own"
+        yield Check(LIBRARY_PATH_VARIABLE, Status.NOTE, found, clash.mend)
 
 
 def examine(program: str | None) -> list[Check]:
@@ -288,7 +420,10 @@ def examine(program: str | None) -> list[Check]:
             hosts.append(Path(on_path))
     if has_plugin:
         checks.extend(check_host(host) for host in hosts)
-        checks.extend(check_library("plug-in in libllama", REBUILD, str(library)) for library in libraries)
+        for library in libraries:
+            environment = host_environment(stock=False, program=llama_cpp_dir() / "llama-server")
+            arguments = (str(library), str(library.parent))
+            checks.append(check_library("plug-in in libllama", REBUILD, environment, *arguments))
         if not hosts:
             mend = "tern doctor PROGRAM tries the plug-in in a llama.cpp program of yours"
             checks.append(

@@ -27,7 +27,9 @@ def bundled_programs() -> list[str]:
 
 
 def find_program(program: str) -> Path:
-    """The file to run for ``program``: a path as it is, a name first among ours and then on the PATH.
+    """The file to run for ``program``: a path is one, a name is first ours and then one on the PATH.
+
+    Absolute, for without a slash in it the system would search the PATH once more.
 
     Raises:
         TernError: there is no such program, or it is not executable.
@@ -38,7 +40,7 @@ def find_program(program: str) -> Path:
             raise TernError(f"{program}: no such file" if not path.exists() else f"{program}: not a program")
         if not os.access(path, os.X_OK):
             raise TernError(f"{program}: not executable (chmod +x makes it so)")
-        return path
+        return path.absolute()
     ours = bundled_programs()
     if program in ours:
         return llama_cpp_dir() / program
@@ -48,22 +50,21 @@ def find_program(program: str) -> Path:
             f"ours are {', '.join(ours)}" if ours else "no llama.cpp programs came with this installation"
         )
         raise TernError(f"{program}: no such program here or on the PATH; {listed}")
-    return Path(found)
+    return Path(found).absolute()
 
 
-def run(program: str, arguments: list[str], *, stock: bool) -> NoReturn:
-    """Replace this process by ``program``, so that its output, signals and exit code are the caller's.
+def run(path: Path, arguments: list[str], *, stock: bool) -> NoReturn:
+    """Replace this process by a program, so that its output, signals and exit code are the caller's.
 
     Args:
-        program: the name of one of our llama.cpp programs or of one on the PATH, or a path.
+        path: of the program, as `find_program` gives it.
         arguments: passed on as they are.
         stock: run it without the plug-in.
 
     Raises:
-        TernError: the program is missing or cannot be started, or the plug-in is missing.
+        TernError: the program cannot be started, or the plug-in is missing.
     """
-    path = find_program(program)
-    environment = host_environment(stock)
+    environment = host_environment(stock, path)
     sys.stdout.flush()
     sys.stderr.flush()
     # Python ignores these two, and what is ignored stays ignored in the new program: 'tern run ... | head'

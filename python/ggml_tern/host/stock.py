@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggml_tern.errors import TernError
+from ggml_tern.host import binaries
+from ggml_tern.host.binaries import LIBRARY_PATH_VARIABLE
 
 PLUGIN_NAME = "libggml-tern.so"
 REGISTRY = "TERN"
@@ -143,27 +145,38 @@ def plugin_variables() -> dict[str, str]:
     return variables
 
 
-def host_environment(stock: bool) -> dict[str, str]:
+def host_environment(stock: bool, program: Path | None = None) -> dict[str, str]:
     """The environment for a llama.cpp program: this process's own, with the plug-in or without it.
 
     Args:
         stock: without the plug-in. Variables that name something else than the plug-in or its device stay.
+        program: which one; None for one of ours.
     """
-    environment = dict(os.environ)
+    environment = dict(os.environ) | library_variables()
     if not stock:
-        return environment | plugin_variables() | library_variables()
-    if Path(environment.get(BACKEND_VARIABLE, "")).name == PLUGIN_NAME:
-        del environment[BACKEND_VARIABLE]
-    if DEVICE in environment.get(DEVICE_VARIABLE, "").split(","):
-        del environment[DEVICE_VARIABLE]
-    return environment | library_variables()
+        environment |= plugin_variables()
+    else:
+        if Path(environment.get(BACKEND_VARIABLE, "")).name == PLUGIN_NAME:
+            del environment[BACKEND_VARIABLE]
+        if DEVICE in environment.get(DEVICE_VARIABLE, "").split(","):
+            del environment[DEVICE_VARIABLE]
+    folder = install_dir() / "llama.cpp"
+    if environment.get(LIBRARY_PATH_VARIABLE) and (program is None or program.parent == folder):
+        # The loader looks there first, and it may hold libraries of another llama.cpp. Ours need their own.
+        environment[LIBRARY_PATH_VARIABLE] = f"{folder}{os.pathsep}{environment[LIBRARY_PATH_VARIABLE]}"
+    return environment
 
 
-def load_plugin(library: ctypes.CDLL) -> None:
+def load_plugin(library: ctypes.CDLL, backends: Path | None = None) -> None:
     """Load the plug-in into the llama.cpp of this process whose libllama is ``library``, unless it is there.
 
+    Args:
+        library: libllama, or another library that depends on that llama.cpp's libggml.
+        backends: the folder of that llama.cpp's own backends, where they are files of their own
+            (``GGML_BACKEND_DL``); the folder of ``library`` unless it is given.
+
     Raises:
-        TernError: that llama.cpp cannot load backends, or the plug-in refuses it.
+        TernError: that llama.cpp cannot load backends, or the plug-in cannot be loaded, or refuses it.
     """
     plugin = plugin_path()
     # A wheel can hold libggml.so and libggml.so.0 as copies, and each copy that is loaded has its own list of
@@ -172,7 +185,7 @@ def load_plugin(library: ctypes.CDLL) -> None:
         by_name, load, load_all, count = (
             library.ggml_backend_dev_by_name,
             library.ggml_backend_load,
-            library.ggml_backend_load_all,
+            library.ggml_backend_load_all_from_path,
             library.ggml_backend_reg_count,
         )
     except AttributeError as error:
@@ -181,19 +194,44 @@ def load_plugin(library: ctypes.CDLL) -> None:
             f"llama-cpp-python with shared libraries, as it is built by default, or {bindings_command()}"
         ) from error
     by_name.restype = load.restype = ctypes.c_void_p
-    by_name.argtypes = load.argtypes = [ctypes.c_char_p]
+    by_name.argtypes = load.argtypes = load_all.argtypes = [ctypes.c_char_p]
     count.restype = ctypes.c_size_t
+    folder = backends or Path(library._name).absolute().parent
     if count() == 0:
         # All of this llama.cpp's backends are plug-ins, its CPU backend too. It loads them by itself only
-        # while there is none, so ours must not be the first.
-        load_all()
+        # while there is none, so ours must not be the first; and it looks for them beside the program, which
+        # is Python here, and in the working directory.
+        load_all(os.fsencode(folder))
+    if count() == 0:
+        raise TernError(
+            f"{library._name}: this llama.cpp has its backends in files of their own (libggml-cpu*.so), and "
+            f"none for this processor is in {folder}; put them there, or {bindings_command()}"
+        )
     if by_name(DEVICE.encode()) is None:
+        check_plugin_loads()
         load(os.fsencode(plugin))
     if by_name(DEVICE.encode()) is None:
         raise TernError(
-            f"{plugin}: the plug-in did not load into {library._name}; its own message is above, and "
-            "'tern doctor' says more"
+            f"{plugin}: the plug-in does not go into {library._name}; the line that begins with 'ggml-tern:' "
+            "says why, and 'tern doctor' more"
         )
+
+
+def check_plugin_loads() -> None:
+    """Load the plug-in's file into this process, without any llama.cpp.
+
+    llama.cpp only logs why it could not, and a log may be off, or lost when a program ends.
+
+    Raises:
+        TernError: it is damaged, or a library is missing that it needs.
+    """
+    plugin = plugin_path()
+    # A library that is cut short would end the process.
+    binaries.read(plugin)
+    try:
+        ctypes.CDLL(str(plugin))
+    except OSError as error:
+        raise TernError(f"the plug-in cannot be loaded: {error}; install the package again") from error
 
 
 def plugin_status(library: ctypes.CDLL) -> dict[str, str]:
@@ -227,9 +265,34 @@ def enable() -> None:
         os.environ.update(library_variables())
         try:
             import llama_cpp.llama_cpp
-        except (OSError, RuntimeError) as error:
+
+            load_plugin(llama_cpp.llama_cpp._lib)
+        except (OSError, RuntimeError, AttributeError) as error:
+            # An AttributeError is a function that a libllama of another version does not have.
             raise TernError(
-                f"llama-cpp-python {bindings.version} does not load its libraries: {error}; unset "
-                f"{LLAMA_LIBRARY_VARIABLE} if it is set, or {bindings_command()}"
+                f"llama-cpp-python {bindings.version} does not load its libraries: {error}; "
+                f"{_way_out(bindings)}"
             ) from error
-        load_plugin(llama_cpp.llama_cpp._lib)
+        except TernError as error:
+            if (clash := _clash_of(bindings)) is not None:
+                raise TernError(f"{error}; {clash}: {clash.mend}") from error
+            raise
+
+
+def _clash_of(bindings: LlamaCppPython) -> binaries.Clash | None:
+    """Whether LD_LIBRARY_PATH puts another llama.cpp's libraries before those of llama-cpp-python."""
+    folder = Path(os.environ.get(LLAMA_LIBRARY_VARIABLE) or bindings.folder / "lib")
+    try:
+        return binaries.clash_of(binaries.read(folder / "libllama.so"), os.environ)
+    except TernError:
+        return None
+
+
+def _way_out(bindings: LlamaCppPython) -> str:
+    """What to do about a llama-cpp-python whose libraries do not load."""
+    if (clash := _clash_of(bindings)) is not None:
+        return f"{clash}: {clash.mend}"
+    folder = os.environ.get(LLAMA_LIBRARY_VARIABLE)
+    if folder is not None and Path(folder) != install_dir() / "llama.cpp":
+        return f"{LLAMA_LIBRARY_VARIABLE} names {folder}: unset it, or {bindings_command()}"
+    return bindings_command()
