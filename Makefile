@@ -30,7 +30,10 @@ export REQUIREMENTS
 
 # What `build` installs beside the package; `test` and `lint` ask for more.
 EXTRAS := python
-test lint format: EXTRAS := python dev docs
+test pytest fuzz lint format: EXTRAS := python dev docs
+
+# Tests run in that many processes. More than two gain little and want 3 GB of memory each.
+TEST_PROCESSES ?= 2
 
 .PHONY: help
 help:  ## List these targets
@@ -45,7 +48,14 @@ test: check-style pytest  ## Check style and types, then run all tests
 
 .PHONY: pytest
 pytest: build | check-style
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup --durations 25
+
+.PHONY: fuzz
+fuzz: build  ## Run what takes random inputs with other ones, then fuzz the header reader for FUZZ_SECONDS (600)
+	@seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
+	echo "TERN_TEST_SEED=$$seed"; \
+	TERN_TEST_SEED=$$seed $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m random_inputs
+	@tests/fuzz/run.sh $(FUZZ_SECONDS)
 
 .PHONY: lint
 lint: check-style  ## Check style and types: ruff, mypy, clang-format

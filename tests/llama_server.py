@@ -35,8 +35,9 @@ LLAMA_SERVER = (TERN, "run", "llama-server", "-m")
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
+#: Limits for a machine that has much else to do, no promises.
 SECONDS_TO_START = 180.0
-SECONDS_TO_STOP = 20.0
+SECONDS_TO_STOP = 120.0
 SECONDS_TO_ANSWER = 180.0
 
 

@@ -1,7 +1,4 @@
-"""The compiled codecs against the plain numpy reference, on inputs that are fresh in every run.
-
-The seed of a run is printed with every failure; TERN_TEST_SEED=<seed> repeats it.
-"""
+"""The compiled codecs against the plain numpy reference, on random inputs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from fuzz.make_corpus import header, key, padded, seeds, string, tensor
 from ggml_tern import _core
+from seeds import seed_of
 
 CORPUS = sorted((Path(__file__).parent / "fuzz" / "corpus").iterdir())
 
@@ -85,10 +85,9 @@ def test_corpus(path: Path) -> None:
         assert found["data_offset"] + t["offset"] + t["nbytes"] <= found["file_size"]
 
 
+@pytest.mark.random_inputs
 def test_flipped_bits_never_lead_outside_the_file(tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(seed_of("flipped bits"))
     good = seeds()["good"]
     for _ in range(2000):
         data = bytearray(good)

@@ -19,6 +19,7 @@ from ggml_tern.gguf.reader import GGUFSource
 from reference import formats as ref
 from reference import gguf_files as files
 from reference.random_inputs import random_ternary
+from seeds import seed_of
 
 CORPUS = sorted((Path(__file__).parent / "fuzz" / "corpus").iterdir())
 METADATA = {"general.architecture": "llama", "general.name": "tiny"}
@@ -246,10 +247,9 @@ def _nbytes(type_id: int, n_weights: int) -> int:
     return n_weights // _core.block_size(type_id) * _core.type_size(type_id)
 
 
+@pytest.mark.random_inputs
 def test_flipped_bits_open_or_give_one_line(tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(seed_of("flipped bits"))
     good = seeds()["good"]
     path = tmp_path / "m.gguf"
     for _ in range(500):

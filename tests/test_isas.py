@@ -137,7 +137,12 @@ def assert_close(found: F32, expected: F32) -> None:
 @pytest.fixture(scope="module")
 def simde(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("simde")
-    include = ["-I" + str(tools.HERE / "simde"), "-isystem", str(tools.simde_include()), "-Wno-psabi"]
+    include = [
+        f"-I{tools.HERE.relative_to(tools.ROOT)}/simde",
+        "-isystem",
+        str(tools.simde_include()),
+        "-Wno-psabi",
+    ]
     x86, arm = ["avx512", "avxvnni", "avx2"], ["neon", "i8mm"]
     # SIMDe's AVX-512 is made of AVX2 where there is that, in a fraction of the time.
     sources = {

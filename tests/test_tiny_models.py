@@ -98,8 +98,7 @@ def test_a_plain_copy_is_the_same_model_to_transformers(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("block", [128, 256])
-def test_unrotating_undoes_rotating(block: int) -> None:
-    rng = np.random.default_rng()
+def test_unrotating_undoes_rotating(block: int, rng: np.random.Generator) -> None:
     plain = rng.standard_normal((5, 3 * block)).astype(np.float32)
     signs = rng.choice(np.array([-1, 1], np.int8), 3 * block)
     rotated = reference.rotate(plain, signs, block)

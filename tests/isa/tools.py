@@ -1,104 +1,129 @@
 """What the tests of foreign instruction sets need beside a compiler: SIMDe, a cross compiler, an emulator.
 
-What is installed is used. SIMDe and qemu are otherwise fetched as Debian packages into the cache folder,
-without root: the packages are only unpacked. What cannot be had skips the test, with a reason that names the
-package.
+What is installed is used. The rest are Debian packages, unpacked into the cache folder without root
+(debian_packages.py). A test whose needs cannot be had fails, and names the package.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-import pytest
+import debian_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "csrc" / "cpu"
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=c++17", "-ffp-contract=off", "-ffunction-sections", f"-I{ROOT / 'csrc'}"]
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-ffunction-sections", "-Icsrc"]
+#: Compiled files that no test has asked for that long are removed.
+SECONDS_TO_KEEP = 30 * 24 * 3600.0
 
 
-def cache_dir() -> Path:
-    return Path(os.environ.get("TERN_CACHE_DIR") or Path.home() / ".cache" / "ggml-tern") / "debian"
+class Compiler(NamedTuple):
+    """words: how it is called; variables: of its environment, in addition to our own."""
 
+    words: list[str]
+    variables: Mapping[str, str]
 
-def debian_package(name: str) -> Path | None:
-    """The folder that the files of a Debian package are unpacked in, or None if it cannot be fetched."""
-    folder = cache_dir() / name
-    if folder.is_dir():
-        return folder
-    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        return None
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-        fetched = subprocess.run(["apt-get", "download", name], cwd=scratch, capture_output=True)
-        files = list(Path(scratch).glob("*.deb"))
-        if fetched.returncode != 0 or len(files) != 1:
-            return None
-        unpacked = Path(scratch) / "unpacked"
-        subprocess.run(["dpkg-deb", "-x", files[0], unpacked], check=True, capture_output=True)
-        if not folder.is_dir():
-            unpacked.rename(folder)
-    return folder
+    def run(self, *arguments: str) -> str:
+        """In the root folder of the sources."""
+        command = [*self.words, *arguments]
+        environment = {**os.environ, **self.variables}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+        return done.stdout
 
 
 def simde_include() -> Path:
-    """The folder that holds simde/. Skips the test if there is none."""
+    """The folder that holds simde/."""
     if Path("/usr/include/simde").is_dir():
         return Path("/usr/include")
-    folder = debian_package("libsimde-dev")
-    if folder is None:
-        pytest.skip("needs SIMDe: apt-get install libsimde-dev")
-    return folder / "usr" / "include"
+    return debian_packages.unpacked("libsimde-dev") / "usr" / "include"
 
 
 def qemu_aarch64() -> str:
-    """An emulator of 64-bit Arm. Skips the test if there is none."""
+    """An emulator of 64-bit Arm."""
     for name in ("qemu-aarch64", "qemu-aarch64-static"):
         if found := shutil.which(name):
             return found
-    folder = debian_package("qemu-user-static")
-    if folder is None:
-        pytest.skip("needs an emulator of Arm: apt-get install qemu-user-static")
-    return str(folder / "usr" / "bin" / "qemu-aarch64-static")
+    return str(debian_packages.program("qemu-user-static", "usr/bin/qemu-aarch64-static").path)
 
 
-def compiler() -> str:
+def compiler() -> Compiler:
     found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert found is not None, "the project is built with a C++ compiler"
-    return found
+    return Compiler(found.split(), {})
 
 
-def cross_compiler() -> str:
-    """A compiler for 64-bit Arm. Skips the test if there is none."""
-    found = shutil.which("aarch64-linux-gnu-g++")
-    if found is None:
-        pytest.skip("needs a cross compiler: apt-get install g++-aarch64-linux-gnu")
-    return found
+def cross_compiler() -> Compiler:
+    """A compiler for 64-bit Arm."""
+    name = "aarch64-linux-gnu-g++"
+    if found := shutil.which(name):
+        return Compiler([found], {})
+    program = debian_packages.program("g++-aarch64-linux-gnu", f"usr/bin/{name}")
+    # -B: its assembler and linker lie beside it.
+    return Compiler([str(program.path), f"-B{program.path.parent}/aarch64-linux-gnu-"], program.variables)
 
 
-def build(program: Path, cxx: str, sources: dict[Path, list[str]], flags: list[str]) -> Path:
-    """Compiles every source with its own flags and all with `flags`, side by side; links to `program`."""
+def build(program: Path, cxx: Compiler, sources: dict[Path, list[str]], flags: list[str]) -> Path:
+    """Compiles every source with its own flags and all with `flags`, side by side; links to `program`.
 
-    def compile_one(index: int, source: Path, own: list[str]) -> Path:
-        made = program.with_name(f"{program.name}-{index}.o")
-        run([cxx, *FLAGS, *flags, *own, "-c", str(source), "-o", str(made)])
+    What was compiled before, by whatever test run, of the same files with the same flags is taken from the
+    cache folder."""
+    headers = headers_digest()
+    version = cxx.run("--version")
+
+    def compile_one(source: Path, own: list[str]) -> Path:
+        # Named from the root folder, so that a clone elsewhere finds them too.
+        arguments = [*FLAGS, *flags, *own, "-c", str(source.relative_to(ROOT))]
+        key = "\0".join([version, *cxx.words, *arguments, headers, digest(source)])
+        made = cache_dir() / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
+        if not made.exists():
+            # Renamed when it is whole: another test run may be at it too.
+            with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
+                cxx.run(*arguments, "-o", str(unfinished := Path(folder) / "made.o"))
+                unfinished.replace(made)
+        made.touch()
         return made
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(compile_one, i, *item) for i, item in enumerate(sources.items())]
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        jobs = [pool.submit(compile_one, *item) for item in sources.items()]
         objects = [str(job.result()) for job in jobs]
-    run([cxx, *flags, "-Wl,--gc-sections", *objects, "-o", str(program)])
+    cxx.run(*flags, "-Wl,--gc-sections", *objects, "-o", str(program))
+    remove_old(cache_dir())
     return program
 
 
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+def cache_dir() -> Path:
+    return debian_packages.cache_dir().parent / "test-objects"
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def headers_digest() -> str:
+    """Of all that a kernel may include, but for what a package brings."""
+    files = sorted([*(ROOT / "csrc").rglob("*.h"), *HERE.rglob("*.h")])
+    text = "".join(f"{path.relative_to(ROOT)} {digest(path)}\n" for path in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def remove_old(folder: Path) -> None:
+    for path in folder.glob("*.o"):
+        if path.stat().st_mtime < time.time() - SECONDS_TO_KEEP:
+            path.unlink(missing_ok=True)
 
 
 # What every driver is linked with; DEFINES say which tables there are.
