@@ -22,7 +22,8 @@ from rich.console import Console
 
 from benchmarking import ROOT, markdown, synthetic
 from ggml_tern.bench import llama_bench as bench
-from ggml_tern.plan import planning as plan
+from ggml_tern.plan import arithmetic
+from ggml_tern.plan.header import read_model
 
 sys.path.insert(0, str(ROOT / "tests"))
 from llama_server import LLAMA_SERVER, serving
@@ -69,7 +70,7 @@ class Found:
 
     anonymous: int
     resident: int
-    planned: plan.Plan
+    planned: arithmetic.Plan
 
     @property
     def planned_anonymous(self) -> int:
@@ -86,10 +87,10 @@ class Found:
 
 
 def run(path: Path, way: Way) -> Found:
-    header = plan.read_model(path)
+    header = read_model(path)
     limits = ["--cache-ram", "0", "--ctx-checkpoints", "0", "--fit", "off"]
     with serving(path, *way.options, *limits, command=LLAMA_SERVER, timeout=300) as server:
-        for slot in range(way.parallel or plan.DEFAULT_PARALLEL):
+        for slot in range(way.parallel or arithmetic.DEFAULT_PARALLEL):
             # Token ids, which any vocabulary has, enough to fill the slot's share.
             prompt = [100 + (slot + n) % 100 for n in range(SHARE - N_PREDICT)]
             body = {"prompt": prompt, "n_predict": N_PREDICT, "ignore_eos": True, "id_slot": slot}
@@ -98,7 +99,7 @@ def run(path: Path, way: Way) -> Found:
                 raise click.ClickException(f"{path.name}: llama-server answered {answer.text}")
         sizes = bench.memory_of(Path(f"/proc/{server.process.pid}/status").read_text())
         server.stop(signal.SIGTERM)
-    planned = plan.plan(header, way.context, way.kv_type, way.parallel, way.n_gpu_layers)
+    planned = arithmetic.plan(header, way.context, way.kv_type, way.parallel, way.n_gpu_layers)
     return Found(sizes["RssAnon"], sizes["VmRSS"], planned)
 
 
@@ -120,7 +121,7 @@ def main(files: Sequence[Path]) -> None:
     console = Console(stderr=True)
     for path in files or models():
         for way in WAYS if path.stat().st_size < LARGE else WAYS_OF_LARGE:
-            if not plan.fits_heads(plan.read_model(path), way.kv_type):
+            if not arithmetic.fits_heads(read_model(path), way.kv_type):
                 continue
             with console.status(f"{path.name} {' '.join(way.options)}"):
                 found = run(path, way)

@@ -17,12 +17,13 @@ from typing import IO, Any
 import pexpect
 import pytest
 
-from ggml_tern.chat.client import Chunk, ContextFullError, LlamaClient, UnixConnection, connect_to
 from ggml_tern.chat.conversation import Conversation
 from ggml_tern.chat.prompt import question_of
 from ggml_tern.chat.server import local_server
 from ggml_tern.chat.session import server_options
 from ggml_tern.chat.view import AnswerWriter
+from ggml_tern.client.endpoint import endpoint_of, unix_endpoint
+from ggml_tern.client.llama import Chunk, ContextFullError, LlamaClient
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from llama_server import LLAMA_SERVER, ROOT, TERN, TINY, Server, serving
@@ -141,7 +142,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> LlamaClient:
-    return LlamaClient(connect_to(server.url), server.url)
+    return LlamaClient(endpoint_of(server.url))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -345,15 +346,15 @@ def test_what_cannot_work_is_one_line(tmp_path: Path, server: Server) -> None:
         ([*ALONE, "--system", "Be brief."], "no chat template"),
         ([*ALONE, "--", *CHATML, "--bogus"], "--bogus"),
         ([*ALONE, "--context", "256", "--", *CHATML], "too long"),
-        (["--url", "http://127.0.0.1:1"], "no llama-server answers"),
+        (["--url", "http://127.0.0.1:1"], "no server answers"),
     ):
         done = piped("word " * 300, *arguments)
         lines = done.stderr.splitlines()
         assert done.returncode == 1 and done.stdout == "", (arguments, done)
         assert len(lines) == 1 and lines[0].startswith("tern: ") and expected in lines[0], (arguments, lines)
-    for url in ("ftp://somewhere", server.url + "/nowhere", "http://[", ""):
+    for url in ("ftp://somewhere", "http://[", "", "http://localhost:port", "http://a/b c", "http://x:0"):
         with pytest.raises(TernError, match="not the address"):
-            connect_to(url)
+            endpoint_of(url)
     assert "stdin" in piped(" \n", *ALONE).stderr
     assert piped("hello").returncode == 2
     assert piped("hello", "--url", server.url, "--threads", "2").returncode == 2
@@ -436,7 +437,7 @@ def test_retry_reads_little_where_the_state_is_recurrent() -> None:
     options = server_options(GGUFSource(HYBRID), context=512, threads=1, kv_type="q8_0")
     with local_server(HYBRID, [*options, *CHATML]) as server:
         server.wait_until_ready()
-        client = LlamaClient(lambda: UnixConnection(server.socket), "server")
+        client = LlamaClient(unix_endpoint(server.socket, "server"))
         conversation = Conversation(client, sampling={"max_tokens": 20, "ignore_eos": True})
         for question in ("What did the king say to the people?", "And what did they say?"):
             asked = [chunk.timings.n_prefill for chunk in conversation.ask(question) if chunk.timings][-1]

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,21 @@ from click.testing import CliRunner
 
 import check_plan
 import make_presets
+from ggml_tern import _core
 from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
 from ggml_tern.host import stock as host
-from ggml_tern.plan.planning import (
+from ggml_tern.plan.arithmetic import (
     KV_TYPES,
     attention_scratch,
     decode_bytes,
     largest_context,
     plan,
-    read_model,
-    tiled_bytes,
     trade_offs,
 )
+from ggml_tern.plan.header import read_model, tiled_bytes
 from model_headers import (
+    F32,
     PQ2_0,
     PTQ1_0,
     Q2_0,
@@ -621,12 +623,18 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        (
-            "block_count",
-            None,
-            "has no llama.block_count; expected an integer from 1 to 512; convert",
-        ),
+        ("block_count", None, "has no llama.block_count; expected an integer from 1 to 512; convert"),
         ("block_count", 0, "llama.block_count is 0; expected"),
+        # Lists of that length would take gigabytes.
+        ("block_count", 2**32 - 1, "llama.block_count is 4294967295; expected an integer from 1 to 512"),
+        ("attention.head_count", 2**32 - 1, "llama.attention.head_count is 4294967295; expected"),
+        (
+            "attention.head_count_kv",
+            [2, 10**9],
+            r"llama.attention.head_count_kv\[1\] is 10+; expected",
+        ),
+        ("attention.key_length", 10**9, "llama.attention.key_length is 1000000000; expected"),
+        ("context_length", 2**31, "llama.context_length is 2147483648; expected"),
         ("context_length", "long", "llama.context_length is 'long'; expected"),
         ("attention.head_count", 2.5, "llama.attention.head_count is 2.5; expected"),
         ("attention.head_count_kv", [2], "llama.attention.head_count_kv is .*; expected 2 integers"),
@@ -641,3 +649,33 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 def test_broken_keys(tmp_path: Path, key: str, value: Any, expected: str) -> None:
     path = decoder_header("llama").write(tmp_path / "m.gguf", **{key: value})
     assert re.search(expected, refusal(path))
+
+
+def test_more_prediction_heads_than_layers(tmp_path: Path) -> None:
+    path = small_hybrid(nextn_predict_layers=4).write(tmp_path / "m.gguf")
+    assert "qwen35.nextn_predict_layers is 4; expected an integer from 0 to 3" in refusal(path)
+
+
+def test_numbers_at_their_bounds_are_planned(tmp_path: Path) -> None:
+    """Nothing runs over where a file says the largest numbers that are taken."""
+    keys = {"attention.head_count": 2**14, "attention.head_count_kv": 2**14, "context_length": 2**31 - 1}
+    keys |= {"attention.key_length": 2**14, "attention.value_length": 2**14}
+    model = read_model(decoder_header("llama").write(tmp_path / "m.gguf", **keys))
+    planned = plan(model, model.context, parallel=1)
+    assert planned.kv_cache == 2 * 2**31 * 2 * 2**28 * 2
+    assert 0 <= attention_scratch(model, 2**31) <= 32 * MIB
+    assert largest_context(model, 10**9) == 0
+
+
+def test_sizes_that_the_kernels_do_not_have() -> None:
+    wrongs: tuple[Callable[[], int], ...] = (
+        lambda: _core.tiled_bytes(PQ2_0, 100, 8),
+        lambda: _core.tiled_bytes(F32, 128, 8),
+        lambda: _core.tiled_bytes(PQ2_0, -128, 8),
+        lambda: _core.column_bytes(2**40),
+        lambda: _core.most_attention_scratch(512, 0, 1, 64, 64, 256),
+        lambda: _core.most_attention_scratch(10**6, 1, 1, 64, 64, 256),
+    )
+    for wrong in wrongs:
+        with pytest.raises(ValueError):
+            wrong()

@@ -22,7 +22,8 @@ import make_synthetic as synthetic
 from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
-from ggml_tern.plan import planning
+from ggml_tern.plan import arithmetic
+from ggml_tern.plan.header import read_model
 from ggml_tern.serve.options import SPELLINGS
 from llama_server import ROOT, TERN, TERN_SERVE, TINY, Server, serving
 
@@ -58,7 +59,7 @@ def tern_serve(*words: str) -> Outcome:
 
 def total(model: Path, context: int, kv_type: str = "f16", parallel: int | None = None) -> float:
     """Megabytes, as tern plan counts them."""
-    return planning.plan(planning.read_model(model), context, kv_type, parallel).total / 1e6
+    return arithmetic.plan(read_model(model), context, kv_type, parallel).total / 1e6
 
 
 def write(path: Path, text: str) -> Path:
@@ -330,7 +331,7 @@ def test_a_budget_that_is_enough() -> None:
 
 
 def test_a_budget_that_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planning.LAYOUT_VARIABLE, "fast")
+    monkeypatch.setenv(arithmetic.LAYOUT_VARIABLE, "fast")
     budget = f"{(total(TINY, 512) + total(TINY, 768)) / 2:.1f}MB"
     result = tern_serve(str(TINY), "--memory-budget", budget, "-c", "65536")
     assert (result.code, result.stdout) == (1, "")
@@ -350,10 +351,10 @@ def test_a_budget_that_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_budget_for_the_dense_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit otherwise gets the dense layout, unless TERN_LAYOUT says no."""
-    monkeypatch.delenv(planning.LAYOUT_VARIABLE, raising=False)
+    monkeypatch.delenv(arithmetic.LAYOUT_VARIABLE, raising=False)
     path = synthetic.write_synthetic(tmp_path / "model.gguf", "ptq1_0", synthetic.Shape(layers=2))
-    model = planning.read_model(path)
-    fast, dense = (planning.plan(model, 256, "f16", 1, dense=dense).total for dense in (False, True))
+    model = read_model(path)
+    fast, dense = (arithmetic.plan(model, 256, "f16", 1, dense=dense).total for dense in (False, True))
     assert dense < fast
     words = [str(path), "-c", "256", "-np", "1", "--memory-budget"]
     between = f"{(fast + dense) / 2 / 1e6}MB"
@@ -361,9 +362,9 @@ def test_a_budget_for_the_dense_layout(tmp_path: Path, monkeypatch: pytest.Monke
     assert "TERN_LAYOUT=dense\n" in found.stdout
     assert "in dense tiles" in found.stderr
     assert "TERN_LAYOUT=fast\n" in tern_serve(*words, f"{fast / 1e6 + 1}MB").stdout
-    monkeypatch.setenv(planning.LAYOUT_VARIABLE, "fast")
+    monkeypatch.setenv(arithmetic.LAYOUT_VARIABLE, "fast")
     assert tern_serve(*words, between).code == 1
-    monkeypatch.delenv(planning.LAYOUT_VARIABLE)
+    monkeypatch.delenv(arithmetic.LAYOUT_VARIABLE)
     with serving(path, *words[1:], between, "-v") as server:
         assert "TERN_DENSE_TILES model buffer size" in server.log()
 

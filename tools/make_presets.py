@@ -18,7 +18,8 @@ from pathlib import Path
 
 import click
 
-from ggml_tern.plan import planning
+from ggml_tern.plan import arithmetic
+from ggml_tern.plan.header import Model, read_model
 from make_synthetic import with_layers, write_header_only
 
 FOLDER = Path(__file__).resolve().parents[1] / "models" / "presets"
@@ -59,7 +60,7 @@ class Preset:
     gigabytes: int
     kv_type: str
     parallel: int | None
-    planned: planning.Plan
+    planned: arithmetic.Plan
 
     @property
     def name(self) -> str:
@@ -69,30 +70,32 @@ class Preset:
         return TEMPLATE.format(
             name=self.name,
             gigabytes=self.gigabytes,
-            planned=planning.megabytes(self.planned.total),
-            budget=planning.megabytes(self.gigabytes * 10**9),
+            planned=arithmetic.megabytes(self.planned.total),
+            budget=arithmetic.megabytes(self.gigabytes * 10**9),
             context=self.planned.context,
-            bits=int(planning.kv_bits(self.kv_type)),
+            bits=int(arithmetic.kv_bits(self.kv_type)),
             runtime="" if self.parallel is None else ALONE,
         )
 
 
-def released_27b() -> planning.Model:
+def released_27b() -> Model:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "27b.gguf"
         shape = with_layers(MODEL, None)
-        model = planning.read_model(write_header_only(path, "ptq1_0", shape, 0, ROTATION_BLOCK))
+        model = read_model(write_header_only(path, "ptq1_0", shape, 0, ROTATION_BLOCK))
     return replace(model, n_vocab=N_VOCAB, n_merges=N_VOCAB)
 
 
-def preset(model: planning.Model, gigabytes: int) -> Preset | None:
+def preset(model: Model, gigabytes: int) -> Preset | None:
     """None where not even one conversation of LEAST_CONTEXT tokens fits."""
     memory = int(gigabytes * 10**9 * (1 - RESERVE))
     for parallel, least in ((None, LEAST_TO_SHARE), (1, LEAST_CONTEXT)):
-        for kv_type in planning.KV_TYPES:
-            context = planning.largest_context(model, memory, kv_type, parallel)
+        for kv_type in arithmetic.KV_TYPES:
+            context = arithmetic.largest_context(model, memory, kv_type, parallel)
             if context >= least:
-                return Preset(gigabytes, kv_type, parallel, planning.plan(model, context, kv_type, parallel))
+                return Preset(
+                    gigabytes, kv_type, parallel, arithmetic.plan(model, context, kv_type, parallel)
+                )
     return None
 
 

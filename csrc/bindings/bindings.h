@@ -6,6 +6,7 @@
 namespace tern {
 
 void bind_attention(pybind11::module_ & m);
+void bind_memory(pybind11::module_ & m);
 void bind_roofline(pybind11::module_ & m);
 void bind_tiled_matrix(pybind11::module_ & m);
 

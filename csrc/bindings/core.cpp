@@ -635,6 +635,7 @@ P^-1(s * H(z)) of every row of z, float32 [n_rows, n_in]: the plain weights that
         .def("__eq__", [](const Rotation & a, const Rotation & b) { return a == b; }, py::is_operator());
     bind_tiled_matrix(m);
     bind_attention(m);
+    bind_memory(m);
     bind_roofline(m);
     m.attr("ROTATED_ARCHITECTURES") = py::tuple(py::cast(ROTATED_ARCHITECTURES));
     m.def("may_be_rotated", &may_be_rotated, py::arg("name"),

@@ -25,7 +25,8 @@ from ggml_tern.bench.report import Grid, Report
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.host import stock as host
-from ggml_tern.plan import planning as plan
+from ggml_tern.plan import arithmetic
+from ggml_tern.plan.header import N_UBATCH, Model, read_model
 from ggml_tern.plots import Panel
 
 #: Seconds between two looks at the memory of a process.
@@ -41,12 +42,12 @@ class Settings:
         batches: tokens of a prompt in one pass.
         n_prompt, n_generate: tokens of the two tests.
         threads: None: as llama-bench chooses.
-        kv_type: one of plan.KV_TYPES.
+        kv_type: one of arithmetic.KV_TYPES.
         rounds: samples of each point.
     """
 
     contexts: tuple[int, ...] = (0, 2048)
-    batches: tuple[int, ...] = (plan.N_UBATCH,)
+    batches: tuple[int, ...] = (N_UBATCH,)
     n_prompt: int = 512
     n_generate: int = 32
     threads: int | None = None
@@ -100,7 +101,7 @@ class Contender:
     """A model to measure. header: what of it decides about decode; None where plan does not know it."""
 
     path: Path
-    header: plan.Model | None
+    header: Model | None
 
     @property
     def name(self) -> str:
@@ -124,7 +125,7 @@ def open_model(path: Path) -> Contender:
     """Raises TernError for what is no GGUF file."""
     GGUFSource(path)
     try:
-        return Contender(path, plan.read_model(path))
+        return Contender(path, read_model(path))
     except TernError:
         # llama-bench may know what plan does not; its own words are better where it does not.
         return Contender(path, None)
@@ -206,7 +207,7 @@ def run_llama_bench(call: Call, settings: Settings, samples: Samples) -> Iterato
         log.seek(0)
         said = [line.strip() for line in log if line.strip()]
         # The plug-in says so where it decides for it.
-        samples.dense = os.environ.get(plan.LAYOUT_VARIABLE) == "dense" or any(
+        samples.dense = os.environ.get(arithmetic.LAYOUT_VARIABLE) == "dense" or any(
             line.startswith("ggml-tern: ") and "in the dense layout" in line for line in said
         )
         if code != 0:
@@ -253,7 +254,7 @@ def share_of_bandwidth(results: Results, contender: Contender, point: Point) -> 
         return None
     # Halfway through the tokens that are generated.
     context = point.context + results.settings.n_generate / 2
-    nbytes = plan.decode_bytes(contender.header, context, results.settings.kv_type, samples.dense)
+    nbytes = arithmetic.decode_bytes(contender.header, context, results.settings.kv_type, samples.dense)
     return statistics.median(samples.decode) * nbytes / statistics.median(results.bandwidth)
 
 

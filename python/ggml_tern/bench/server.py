@@ -8,26 +8,23 @@ still being answered then is cut off, and counts with the tokens that it got.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from ggml_tern.bench.report import Grid, Report
-from ggml_tern.errors import TernError
+from ggml_tern.client.endpoint import PATIENCE, Endpoint, Exchange, ServerError, endpoint_of
+from ggml_tern.client.events import Delta, Event
+from ggml_tern.client.llama import model_names
 from ggml_tern.plots import Panel
 from ggml_tern.tensors.names import printable
 
-#: Seconds for a server to accept a connection, and to answer what is no completion.
-PATIENCE = 10.0
 #: Words that are about one token each in most vocabularies.
 _TEXT = (
     "the of and a to in is was it for on with as by at from his that her he she they we had not but all one "
@@ -36,93 +33,28 @@ _TEXT = (
 WORDS = _TEXT.split()
 
 
-class ServerError(TernError):
-    """A server that cannot be reached, refuses, or breaks off; in one line."""
-
-
 @dataclass(frozen=True)
 class Server:
-    """A server to measure. base: path in front of /v1. model: the name that requests give."""
+    """A server to measure. model: the name that requests give."""
 
-    url: str
-    scheme: str
-    netloc: str
-    base: str
-    api_key: str | None
-    model: str = ""
+    endpoint: Endpoint
+    model: str
 
-    def connect(self, timeout: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
-        return kind(self.netloc, timeout=timeout)
-
-    def headers(self) -> dict[str, str]:
-        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return {"Content-Type": "application/json", **key}
+    @property
+    def url(self) -> str:
+        return self.endpoint.name
 
 
 def open_server(url: str, api_key: str | None, model: str | None) -> Server:
-    """Parse a URL like http://localhost:8080 or http://localhost:8080/v1, and ask for the model's name
-    unless it is given.
+    """Of a URL like http://localhost:8080 or http://localhost:8080/v1; asks for the model's name unless it is
+    given.
 
-    Raises ServerError."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ServerError(f"{url}: is no URL of a server; give one like http://localhost:8080")
-    base = parts.path.rstrip("/").removesuffix("/v1")
-    server = Server(f"{parts.scheme}://{parts.netloc}{base}", parts.scheme, parts.netloc, base, api_key)
-    return Server(**(asdict(server) | {"model": model or _first_model(server)}))
-
-
-def _first_model(server: Server) -> str:
-    with _explained(server):
-        connection = server.connect(PATIENCE)
-        with contextlib.closing(connection):
-            connection.request("GET", f"{server.base}/v1/models", headers=server.headers())
-            answer = connection.getresponse()
-            text = answer.read().decode(errors="replace")
-    _check_status(server, answer.status, text)
-    try:
-        return str(json.loads(text)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ServerError(
-            f"{server.url}: /v1/models names no model, so this is no OpenAI-compatible server; give the "
-            "address of one, or --model-name"
-        ) from error
-
-
-@contextlib.contextmanager
-def _explained(server: Server) -> Iterator[None]:
-    """Errors of the connection as ServerErrors."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise ServerError(f"{server.url}: does not answer within {PATIENCE:.0f} seconds") from error
-    except http.client.HTTPException as error:
-        raise ServerError(f"{server.url}: broke off ({type(error).__name__}); its log may say why") from error
-    except OSError as error:
-        raise ServerError(
-            f"{server.url}: no server answers there ({error.strerror or error}); is it running?"
-        ) from error
-
-
-def _check_status(server: Server, status: int, text: str) -> None:
-    if status == 200:
-        return
-    said = " ".join(text.split())
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        said = " ".join(str(json.loads(text)["error"]["message"]).split())
-    said = printable(said)[:200]
-    if status in (401, 403):
-        way_out = "; pass the right --api-key" if server.api_key else "; pass its --api-key"
-    elif status == 503:
-        way_out = "; try again when its model is loaded"
-    else:
-        way_out = ""
-    raise ServerError(f"{server.url}: answered {status}{f': {said}' if said else ''}{way_out}")
+    Raises TernError."""
+    endpoint = endpoint_of(url, api_key)
+    names = [model] if model is not None else model_names(endpoint)
+    if not names:
+        raise ServerError(f"{endpoint.name}: /v1/models names no model; give --model-name")
+    return Server(endpoint, names[0])
 
 
 # ---- one completion ----
@@ -160,6 +92,14 @@ class Deadline:
             yield
         finally:
             self._sockets.discard(sock)
+
+    def watched(self, exchange: Exchange) -> Iterator[bytes]:
+        """The lines of an answer, for as long as there is time."""
+        for line in exchange.lines():
+            yield line
+            if self.has_passed:
+                return
+            exchange.socket.settimeout(self.left)
 
 
 @dataclass
@@ -202,62 +142,28 @@ def ask(server: Server, prompt: str, n_generate: int, deadline: Deadline, answer
     }
     try:
         with (
-            _explained(server),
-            contextlib.closing(server.connect(min(PATIENCE, deadline.left))) as connection,
+            server.endpoint.exchange(min(PATIENCE, deadline.left)) as exchange,
+            deadline.ends(exchange.socket),
         ):
-            connection.connect()
-            with deadline.ends(connection.sock):
-                _stream(server, connection, body, deadline, answer)
+            exchange.socket.settimeout(deadline.left)
+            exchange.send("/v1/chat/completions", body)
+            for event in exchange.events(deadline.watched(exchange)):
+                _take(event, answer)
     except ServerError:
         if not deadline.has_passed:
             raise
         answer.cut = True
 
 
-def _stream(
-    server: Server,
-    connection: http.client.HTTPConnection,
-    body: dict[str, Any],
-    deadline: Deadline,
-    answer: Answer,
-) -> None:
-    # The response keeps the socket, the connection may not.
-    sock = connection.sock
-    sock.settimeout(deadline.left)
-    connection.request("POST", f"{server.base}/v1/chat/completions", json.dumps(body), server.headers())
-    response = connection.getresponse()
-    if response.status != 200:
-        _check_status(server, response.status, response.read(4096).decode(errors="replace"))
-    sock.settimeout(deadline.left)
-    while line := response.readline(1 << 20):
-        kind, _, text = line.partition(b": ")
-        if kind == b"data" and text.strip() == b"[DONE]":
-            return
-        if kind in (b"data", b"error"):
-            try:
-                _take(server, kind, json.loads(text), answer)
-            except (ValueError, TypeError, AttributeError) as error:
-                raise ServerError(f"{server.url}: streams what is no chat completion") from error
-        if deadline.has_passed:
-            answer.cut = True
-            return
-        sock.settimeout(deadline.left)
-    raise http.client.IncompleteRead(b"")
-
-
-def _take(server: Server, kind: bytes, event: dict[str, Any], answer: Answer) -> None:
-    """An event of the stream."""
-    error = event if kind == b"error" else event.get("error")
-    if error:
-        _check_status(server, int(error.get("code") or 500), json.dumps({"error": error}))
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        if delta.get("content") or delta.get("reasoning_content"):
+def _take(event: Event, answer: Answer) -> None:
+    for choice in event.choices or ():
+        delta = choice.delta or Delta()
+        if delta.content or delta.reasoning_content:
             answer.arrivals.append(time.monotonic())
             answer.n_tokens = max(answer.n_tokens, len(answer.arrivals))
-    if usage := event.get("usage"):
-        answer.n_tokens = usage.get("completion_tokens") or answer.n_tokens
-        answer.n_prompt = usage.get("prompt_tokens") or 0
+    if event.usage is not None:
+        answer.n_tokens = event.usage.completion_tokens or answer.n_tokens
+        answer.n_prompt = event.usage.prompt_tokens or 0
 
 
 # ---- many of them ----

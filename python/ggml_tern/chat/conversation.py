@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ggml_tern.atomic_file import AtomicFile
-from ggml_tern.chat.client import Answer, ContextFullError, LlamaClient, Message, Prompt, Timings
+from ggml_tern.client.llama import Answer, ContextFullError, LlamaClient, Message, Prompt, Timings
 from ggml_tern.errors import TernError
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ggml_tern.chat.client import UnixConnection
+from ggml_tern.client.endpoint import UnixConnection
 from ggml_tern.errors import TernError
 from ggml_tern.host.stock import host_environment, llama_cpp_dir
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ggml_tern.chat.client import LlamaClient, UnixConnection, connect_to
 from ggml_tern.chat.conversation import Conversation
 from ggml_tern.chat.server import local_server
+from ggml_tern.client.endpoint import endpoint_of, unix_endpoint
+from ggml_tern.client.llama import LlamaClient
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 
@@ -75,7 +76,7 @@ def chat_with_file(
     with local_server(model, [*arguments, *more]) as server:
         with notes.status(Text(f"loading {model.name}", "dim")):
             server.wait_until_ready()
-        client = LlamaClient(lambda: UnixConnection(server.socket), str(model))
+        client = LlamaClient(unix_endpoint(server.socket, str(model)))
         _converse(client, model.name, options, question, server.check_alive)
 
 
@@ -114,7 +115,7 @@ def chat_with_server(url: str, model: str | None, key: str | None, options: Opti
     Raises:
         TernError: no server answers, a piped question gets no answer, ...
     """
-    client = LlamaClient(connect_to(url), url, model, key)
+    client = LlamaClient(endpoint_of(url, key), model)
     _converse(client, model or url, options, _piped_question(), lambda: None)
 
 

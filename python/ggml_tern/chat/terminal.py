@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ggml_tern.chat.client import Answer
 from ggml_tern.chat.conversation import Conversation
 from ggml_tern.chat.prompt import QUOTES, prompt_session, question_of
 from ggml_tern.chat.view import AnswerWriter, context_notes, fill, speed, stats_line
+from ggml_tern.client.llama import Answer
 from ggml_tern.errors import TernError
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ggml_tern.chat.client import Chunk, Timings
 from ggml_tern.chat.conversation import Conversation
+from ggml_tern.client.llama import Chunk, Timings
 
 #: What a model must not send to a terminal: control characters, but for tabs and newlines.
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])

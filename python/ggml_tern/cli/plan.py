@@ -87,26 +87,27 @@ def command(
     Reads the header alone. The figures are those of the stock llama-server with the plug-in on a CPU; compute
     buffers and the process itself are estimates. With --memory, the exit code is 1 if the model does not fit.
     """
-    from ggml_tern.plan import planning
+    from ggml_tern.plan import arithmetic, tables
+    from ggml_tern.plan.header import read_model
     from ggml_tern.plots import check_plot
 
     if png is not None:
         check_plot(png)
-    model = planning.read_model(file)
+    model = read_model(file)
     dense = layout == "dense"
     if layout == "auto" and memory is not None:
-        dense = planning.needs_dense(model, memory, context, kv_type, parallel)
+        dense = arithmetic.needs_dense(model, memory, context, kv_type, parallel)
     if context is None and memory is not None:
         # Where nothing fits, the table shows what is too much about the least that could be.
-        context = planning.largest_context(model, memory, kv_type, parallel, n_gpu_layers, dense)
-        context = context or planning.CACHE_STEP
-    planned = planning.plan(model, context or model.context, kv_type, parallel, n_gpu_layers, dense)
+        context = arithmetic.largest_context(model, memory, kv_type, parallel, n_gpu_layers, dense)
+        context = context or arithmetic.CACHE_STEP
+    planned = arithmetic.plan(model, context or model.context, kv_type, parallel, n_gpu_layers, dense)
     if json_output:
-        found = planning.as_json(model, planned, memory, parallel, n_gpu_layers)
+        found = tables.as_json(model, planned, memory, parallel, n_gpu_layers)
         click.echo(json.dumps(found, indent=2))
     else:
-        planning.print_plan(model, planned, memory, parallel, Console(), n_gpu_layers)
+        tables.print_plan(model, planned, memory, parallel, Console(), n_gpu_layers)
     if png is not None:
-        planning.draw_plan(png, model, memory, parallel, n_gpu_layers, planned.dense)
+        tables.draw_plan(png, model, memory, parallel, n_gpu_layers, planned.dense)
         click.echo(f"drawn into {png}", err=True)
     sys.exit(1 if memory is not None and planned.total > memory else 0)

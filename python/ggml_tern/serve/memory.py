@@ -11,8 +11,9 @@ from pathlib import Path
 from ggml_tern import _core
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
-from ggml_tern.plan import planning
-from ggml_tern.plan.planning import megabytes
+from ggml_tern.plan import arithmetic
+from ggml_tern.plan.arithmetic import megabytes
+from ggml_tern.plan.header import N_UBATCH, Model, read_model
 from ggml_tern.serve.options import Options
 
 MIB = 1 << 20
@@ -49,8 +50,8 @@ class Usage:
     """What one model takes while it is served. besides: bytes of what a plan does not count. options: the
     context and the conversations, where they were chosen for a budget."""
 
-    model: planning.Model
-    planned: planning.Plan
+    model: Model
+    planned: arithmetic.Plan
     besides: int
     options: Options
 
@@ -104,13 +105,13 @@ def demand(options: Mapping[str, str | None]) -> Demand:
     context = number(options, "ctx-size") or None
     per_slot = number(options, "kv-unified-per-slot")
     if context is None and per_slot:
-        context = per_slot * (parallel or planning.DEFAULT_PARALLEL)
+        context = per_slot * (parallel or arithmetic.DEFAULT_PARALLEL)
     kinds = [options.get(f"cache-type-{which}") or "f16" for which in "kv"]
     kinds = [_AS_LARGE.get(kind, kind) for kind in kinds]
     for kind in kinds:
-        if kind not in planning.KV_TYPES:
+        if kind not in arithmetic.KV_TYPES:
             raise UnknownMemory(
-                f"--cache-type-k {kind}: its memory is not known; use {', '.join(planning.KV_TYPES)}"
+                f"--cache-type-k {kind}: its memory is not known; use {', '.join(arithmetic.KV_TYPES)}"
             )
     adapters = [*(options.get("lora") or "").split(",")]
     adapters += [entry.rpartition(":")[0] for entry in (options.get("lora-scaled") or "").split(",")]
@@ -119,9 +120,9 @@ def demand(options: Mapping[str, str | None]) -> Demand:
         path=Path(options["model"] or ""),
         context=context,
         # Keys and values may differ: the larger counts for both.
-        kv_type=min(kinds, key=list(planning.KV_TYPES).index),
+        kv_type=min(kinds, key=list(arithmetic.KV_TYPES).index),
         parallel=parallel,
-        n_ubatch=number(options, "ubatch-size") or planning.N_UBATCH,
+        n_ubatch=number(options, "ubatch-size") or N_UBATCH,
         draft=Path(draft) if draft else None,
         adapters=tuple(Path(adapter) for adapter in adapters if adapter),
     )
@@ -138,24 +139,24 @@ def usage(asked: Demand, budget: int | None, *, chooses_layout: bool) -> Usage:
     model = _read(asked.path)
     draft = _read(asked.draft) if asked.draft is not None else None
     adapters = sum(_adapter_bytes(adapter) for adapter in asked.adapters)
-    wish = os.environ.get(planning.LAYOUT_VARIABLE)
+    wish = os.environ.get(arithmetic.LAYOUT_VARIABLE)
     layouts = [wish == "dense"]  # whether dense; the better one first
     if chooses_layout and wish not in ("fast", "dense") and model.can_be_dense:
         layouts = [False, True]
 
     def at(context: int, parallel: int | None, dense: bool) -> Usage:
-        planned = planning.plan(model, context, asked.kv_type, parallel, dense=dense)
+        planned = arithmetic.plan(model, context, asked.kv_type, parallel, dense=dense)
         # Passes of more tokens than plans are made for.
-        wider = max(0, planned.compute * (asked.n_ubatch - planning.N_UBATCH) // planning.N_UBATCH)
+        wider = max(0, planned.compute * (asked.n_ubatch - N_UBATCH) // N_UBATCH)
         drafting = 0
         if draft is not None:
             # Its KV cache is as long as the model's; the process is there already.
-            of_draft = planning.plan(draft, planned.context, "f16", parallel)
+            of_draft = arithmetic.plan(draft, planned.context, "f16", parallel)
             drafting = of_draft.total - of_draft.process
         return Usage(model, planned, adapters + wider + drafting, {})
 
     def largest(parallel: int | None, budget: int, dense: bool) -> Usage | None:
-        context = planning.most_tokens(model, budget, parallel, lambda n: at(n, parallel, dense).total)
+        context = arithmetic.most_tokens(model, budget, parallel, lambda n: at(n, parallel, dense).total)
         return at(context, parallel, dense) if context else None
 
     if budget is None or asked.context is not None:
@@ -180,16 +181,16 @@ def usage(asked: Demand, budget: int | None, *, chooses_layout: bool) -> Usage:
         if asked.parallel is None and not is_comfortable(best):
             best = largest(1, budget, dense) or best
     if best is None:
-        raise TernError(_refusal(at(planning.CACHE_STEP, asked.parallel, layouts[-1]), asked, budget))
+        raise TernError(_refusal(at(arithmetic.CACHE_STEP, asked.parallel, layouts[-1]), asked, budget))
     chosen: Options = {"ctx-size": str(best.planned.context)}
     if asked.parallel is None and best.planned.parallel == 1:
         chosen["parallel"] = "1"
     return replace(best, options=chosen)
 
 
-def _read(path: Path) -> planning.Model:
+def _read(path: Path) -> Model:
     try:
-        return planning.read_model(path)
+        return read_model(path)
     except TernError as error:
         # What is no GGUF file at all fails here again.
         GGUFSource(path)
@@ -222,7 +223,7 @@ def _refusal(found: Usage, asked: Demand, budget: int) -> str:
         f"{asked.path}: takes {megabytes(found.total)} MB with {planned.context:,} tokens of context "
         f"({found}), and the budget is {megabytes(budget)} MB."
     )
-    largest = planning.trade_offs(found.model, budget - found.besides, asked.parallel, dense=planned.dense)
+    largest = arithmetic.trade_offs(found.model, budget - found.besides, asked.parallel, dense=planned.dense)
     fitting = []
     together = next(iter(largest.values()))
     for name, contexts in largest.items():
@@ -237,7 +238,8 @@ def _refusal(found: Usage, asked: Demand, budget: int) -> str:
     if fitting:
         return "\n".join([f"{said} What fits at most:", *fitting])
     smallest = min(
-        planning.plan(found.model, planning.CACHE_STEP, kv_type, 1, dense=planned.dense).total + found.besides
+        arithmetic.plan(found.model, arithmetic.CACHE_STEP, kv_type, 1, dense=planned.dense).total
+        + found.besides
         for kv_type in together
     )
     return f"{said} No context fits; the least budget for this model is {megabytes(smallest)} MB"

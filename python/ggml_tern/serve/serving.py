@@ -16,7 +16,7 @@ from typing import NoReturn
 from ggml_tern.errors import TernError
 from ggml_tern.host import run as running
 from ggml_tern.host.stock import DEVICE, DEVICE_VARIABLE, host_environment, plugin_variables
-from ggml_tern.plan.planning import LAYOUT_VARIABLE, megabytes
+from ggml_tern.plan.arithmetic import LAYOUT_VARIABLE, megabytes
 from ggml_tern.serve import memory, supervisor
 from ggml_tern.serve import options as options_of
 from ggml_tern.serve.config import Config
