@@ -133,7 +133,7 @@ def test_interrupted_it_keeps_what_was_measured(number: signal.Signals, tmp_path
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
     missing = tern_bench(tmp_path / "missing.gguf")
     assert (missing.returncode, missing.stdout) == (1, "")
-    assert missing.stderr == f"tern: {tmp_path}/missing.gguf: no such file\n"
+    assert missing.stderr == f"tern: {tmp_path}/missing.gguf: no such file or directory\n"
     # A header that plan knows, and whose weights llama.cpp misses.
     broken = decoder_header("llama")
     del broken.tensors["blk.1.attn_q.weight"]

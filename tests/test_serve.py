@@ -408,7 +408,7 @@ def test_a_draft_model_and_adapters_count(tmp_path: Path, rng: np.random.Generat
     ("words", "message"),
     [
         (["nowhere.gguf"], "tern: nowhere.gguf: no such file"),
-        ([str(ROOT / "README.md")], "README.md: not a GGUF file"),
+        ([str(ROOT / "README.md")], "README.md: is text"),
         (["--config", "nowhere.yaml"], "tern: nowhere.yaml: No such file or directory"),
         ([], "Give MODEL.gguf before any option"),
         (["-c", "512", str(TINY)], "Give MODEL.gguf before any option"),

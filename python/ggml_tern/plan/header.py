@@ -15,6 +15,7 @@ import numpy as np
 from ggml_tern import _core
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.keys import Keys
+from ggml_tern.gguf.model_file import require_model
 from ggml_tern.gguf.reader import GGUFSource, GGUFTensor
 from ggml_tern.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOKENS, MAX_VOCABULARY
 from ggml_tern.tensors.names import printable
@@ -131,15 +132,9 @@ def read_model(path: Path) -> Model:
     known here.
     """
     source = GGUFSource(path)
+    require_model(source)
     architecture = source.architecture
-    if architecture is None:
-        raise TernError(f"{path}: has no general.architecture, so it is no model; give a model's GGUF file")
-    kind = source.metadata.get("general.type", "model")
-    if architecture == "clip" or kind != "model":
-        what = "a vision projector" if architecture == "clip" else f"of general.type {printable(str(kind))}"
-        raise TernError(f"{path}: is {what}, not a language model; give the model that it belongs to")
-    if not source.tensors:
-        raise TernError(f"{path}: holds no weights, only a vocabulary; give a model's GGUF file")
+    assert architecture is not None
     known = (*_FULL_ATTENTION, *_WINDOW_PATTERN, *_HYBRID)
     if architecture not in known:
         raise TernError(
