@@ -49,19 +49,22 @@ def string(text: str | bytes) -> bytes:
 
 
 def value(item: Any) -> bytes:
-    """Value type and value: bool, int (as u32), float, str, or a list of one of them."""
+    """Value type and value: bool, int (u32, or the 64 bits that hold it), float, str, or a list of one of
+    them."""
     if isinstance(item, list):
-        parts = [value(x) for x in item]
+        parts = [value(x) for x in item] or [value(0)[:4]]
         return (
             struct.pack("<I", 9)
             + parts[0][:4]
-            + struct.pack("<Q", len(parts))
+            + struct.pack("<Q", len(item))
             + b"".join(p[4:] for p in parts)
         )
     if isinstance(item, bool):
         return struct.pack("<I?", 7, item)
     if isinstance(item, int):
-        return struct.pack("<II", 4, item)
+        if item < 0:
+            return struct.pack("<Iq", 11, item)
+        return struct.pack("<II", 4, item) if item < 1 << 32 else struct.pack("<IQ", 10, item)
     if isinstance(item, float):
         return struct.pack("<If", 6, item)
     return struct.pack("<I", 8) + string(item)
