@@ -37,12 +37,13 @@ from ggml_tern.convert.model.models import open_model
 from ggml_tern.convert.pipeline import convert, prepare, write
 from ggml_tern.errors import TernError
 from ggml_tern.tensors.types import F16, PQ2_0, PTQ1_0, Q4_0, Q8_0, TensorType
-from reference import formats
+from reference import formats, gguf_files
 from reference.small_disk import in_small_tmpfs
 
 F32Array = npt.NDArray[np.float32]
 
 TERNCONV = str(Path(sys.executable).parent / "ternconv")
+TERN = str(Path(sys.executable).parent / "tern")
 
 
 def ternconv(*arguments: Path | str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -451,7 +452,9 @@ def big_dir(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_leave_nothing_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
     model = big_dir(tmp_path / "hf")
     out = tmp_path / "out"
@@ -469,6 +472,77 @@ def test_signals_leave_nothing_behind(tmp_path: Path, number: signal.Signals, co
     assert process.returncode == code, stderr
     assert list(out.iterdir()) == []
     assert "Traceback" not in stderr and stdout == ""
+
+
+def test_a_model_in_the_cache_of_the_hub_has_its_name(tmp_path: Path) -> None:
+    """models--OWNER--NAME/snapshots/COMMIT, whose files are links, given as it is or through a link."""
+    snapshots = tmp_path / "models--some-org--Tiny-Llama-0.6B-Instruct" / "snapshots"
+    snapshots.mkdir(parents=True)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = llama_dir(snapshots / commit)
+    write_json(model / "generation_config.json", {"top_k": 7})
+    (tmp_path / "link").symlink_to(model)
+    for number, path in enumerate((model, tmp_path / "link")):
+        convert(path, tmp_path / f"{number}.gguf", TypeChoice(Q8_0, Q8_0))
+        keys = _core.read_gguf_header(tmp_path / f"{number}.gguf")["metadata"]
+        assert keys["general.name"] == "Tiny Llama 0.6B Instruct"
+        assert keys["general.basename"] == "Tiny-Llama" and keys["general.sampling.top_k"] == 7
+        assert not any(commit[:10] in str(value) for value in keys.values() if isinstance(value, str))
+
+
+def escaped(output: str, name: str) -> None:
+    """A terminal's control characters do not come through, and what is left can be read."""
+    assert "\x1b" not in output and "\x07" not in output and "\x9b" not in output, output
+    assert name.encode("unicode_escape").decode() in output, output
+
+
+EVIL = "\x1b]0;title\x07[bold]\x9b2J"
+
+
+def test_names_from_checkpoints_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    model = llama_dir(tmp_path / "hf")
+    tensors = load_file(model / "model.safetensors")
+    write_weights(model, tensors | {f"model.{EVIL}": np.zeros(3, np.float32)})
+    result = ternconv(model, tmp_path / "m.gguf")
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    escaped(result.stderr, EVIL)
+    # A warning of gguf-py, a broken configuration, and what a shard is instead.
+    write_weights(model, tensors)
+    config = json.loads((model / "config.json").read_text())
+    write_json(model / "config.json", config | {"architectures": [EVIL]})
+    escaped(ternconv(model, tmp_path / "m.gguf").stderr, EVIL)
+    write_json(model / "config.json", config | {"rope_scaling": {"rope_type": EVIL}})
+    assert "\x1b" not in ternconv(model, tmp_path / "m.gguf").stderr
+    write_json(model / "model.safetensors.index.json", {"weight_map": {EVIL: f"{EVIL}.safetensors"}})
+    (model / "model.safetensors").unlink()
+    write_json(model / "config.json", config)
+    escaped(ternconv(model, tmp_path / "m.gguf").stderr, EVIL)
+
+
+def test_names_from_gguf_files_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    """In the summary, of verify, repack and inspect either."""
+    path = tmp_path / "in.gguf"
+    trits = np.resize(np.array([-1, 0, 1], np.int8), (8, 128))
+    tensor = gguf_files.ternary(f"blk.0.{EVIL}.weight", formats.PQ2_0, trits, np.ones((8, 1), np.float32))
+    keys = {"general.architecture": "llama", "general.name": EVIL}
+    # Of a width that needs a fallback, and all zero: the notes name both.
+    zeros = gguf_files.plain(f"blk.1.{EVIL}.weight", 1, np.zeros((4, 96), np.float16))
+    gguf_files.write(path, keys, [tensor, zeros])
+    out = tmp_path / "out.gguf"
+    result = ternconv(path, out)
+    assert result.returncode == 0, result.stderr
+    escaped(result.stdout, EVIL)
+    commands: list[list[Path | str]] = [
+        ["verify", path, out],
+        ["inspect", path],
+        ["hash", path],
+        ["repack", path, tmp_path / "packed.gguf", "--type", "ptq1_0"],
+        ["repack", path, tmp_path / "no.gguf", "--type", "tq2_0"],
+    ]
+    for command in commands:
+        done = subprocess.run([TERN, *command], capture_output=True, text=True, timeout=120)
+        assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr, command
+        assert EVIL.encode("unicode_escape").decode() in done.stdout + done.stderr or command[0] == "repack"
 
 
 def test_failed_write_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:

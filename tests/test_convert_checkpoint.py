@@ -215,3 +215,47 @@ def test_json_that_is_too_deep(tmp_path: Path) -> None:
     model_dir(tmp_path)
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
     assert "config.json: not valid JSON" in refusal(tmp_path)
+
+
+# ---- several sets of weights ----
+
+
+def values_of(directory: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    checkpoint = Checkpoint(directory)
+    return {name: np.asarray(checkpoint.load(t)) for name, t in checkpoint.tensors.items()}, checkpoint.notes
+
+
+@pytest.mark.parametrize("beside", ["index and shards", "shards", "index alone"])
+def test_one_file_beside_shards_of_another_training(tmp_path: Path, beside: str) -> None:
+    """transformers loads model.safetensors, whatever else is there."""
+    config = llama_config()
+    write_json(tmp_path / "config.json", config)
+    write_weights(tmp_path, random_tensors(config, seed=1), shards=2)
+    for path in tmp_path.glob("model-*" if beside == "index alone" else "*.json"):
+        if beside != "index and shards" and path.name != "config.json":
+            path.unlink()
+    newest = random_tensors(config, seed=2)
+    write_weights(tmp_path, newest)
+    found, (note,) = values_of(tmp_path)
+    assert all(np.array_equal(found[name], values) for name, values in newest.items())
+    assert note.startswith("model.safetensors is converted") and "move model.safetensors away" in note
+    assert ("model.safetensors.index.json" in note) == (beside != "shards")
+    assert ("model-00001-of-00002.safetensors" in note) == (beside == "shards")
+
+
+def test_an_index_that_lists_the_one_file(tmp_path: Path) -> None:
+    config, tensors = llama_config(), random_tensors(llama_config())
+    write_json(tmp_path / "config.json", config)
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:3]}, tmp_path / "model.safetensors")
+    save_file({name: tensors[name] for name in names[3:]}, tmp_path / "rest.safetensors")
+    weight_map = {name: "model.safetensors" if name in names[:3] else "rest.safetensors" for name in names}
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
+    found, notes = values_of(tmp_path)
+    assert found.keys() == tensors.keys() and notes == []
+
+
+def test_one_file_under_another_name(tmp_path: Path) -> None:
+    model_dir(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    assert "weights.safetensors: if that is all of the model, name it model.safetensors" in refusal(tmp_path)

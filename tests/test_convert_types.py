@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +324,7 @@ def test_gguf_of_no_model(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(TernError, match=r"in\.gguf: has no general\.architecture"):
+    with pytest.raises(TernError, match=r"in\.gguf: is no model, since it has no general\.architecture"):
         convert(tmp_path / "in.gguf", tmp_path / "out.gguf", TypeChoice())
 
 
@@ -333,3 +334,57 @@ def test_config_of_a_gguf_directory_is_still_a_checkpoint(tmp_path: Path) -> Non
     write_json(model / "generation_config.json", {})
     convert(model, tmp_path / "out.gguf", TypeChoice(Q8_0))
     assert types_of(tmp_path / "out.gguf")["blk.0.attn_q.weight"] == Q8_0.id
+
+
+# ---- numbers whose squares are none ----
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("size", [1e-30, 1e-22])
+def test_what_is_rounded_to_nothing_is_not_exact(tmp_path: Path, kind: str, size: float) -> None:
+    """The squares of such numbers are 0 in float32, and of some in float64 next to any other."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = random_tensors(llama_config())
+    tensors[name] = (tensors[name] * size).astype(np.float32)
+    tensors[name][::2] = 0
+    model = llama_dir(tmp_path / "model")
+    write_weights(model, tensors)
+    kept = (Keep("*", F32), Keep("blk.1.ffn_up.weight", TENSOR_TYPES[kind]))
+    choice = TypeChoice(Q8_0, keep=kept)
+    report = convert(model, tmp_path / "out.gguf", choice)
+    stats = dict(zip((t.spec.name for t in report.targets), report.stats, strict=True))["blk.1.ffn_up.weight"]
+    decoded = GGUFSource(tmp_path / "out.gguf").tensors["blk.1.ffn_up.weight"].rows[:].astype(np.float64)
+    error = np.sum((decoded - tensors[name].astype(np.float64)) ** 2)
+    wanted = error / np.sum(tensors[name].astype(np.float64) ** 2)
+    assert wanted > 1e-6 and stats.relative_error == pytest.approx(wanted, rel=1e-6)
+    assert not stats.is_exact and not stats.is_lossless
+    with pytest.raises(TernError, match=r"up_proj\.weight: rows 0 to .* do not fit"):
+        convert(model, tmp_path / "no.gguf", replace(choice, lossless=True))
+
+
+def test_a_few_lost_numbers_beside_large_ones(tmp_path: Path) -> None:
+    """Their error is nothing beside the sum, in whatever precision; values are compared."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = random_tensors(llama_config(), dtype="float16")
+    tensors = {key: values.astype(np.float32) for key, values in tensors.items()}
+    tensors[name][3, 5] = 1e-30
+    model = llama_dir(tmp_path / "model")
+    write_weights(model, tensors)
+    report = convert(model, tmp_path / "out.gguf", TypeChoice(Q8_0, keep=(Keep("*", TENSOR_TYPES["f16"]),)))
+    lossy = [name for name, verdict in verdicts(report).items() if verdict == "lossy"]
+    assert lossy == ["blk.1.ffn_up.weight"]
+
+
+def test_large_numbers_have_an_error_too(tmp_path: Path) -> None:
+    """Whose square float32 does not hold."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = random_tensors(llama_config())
+    tensors[name] *= np.float32(1e30)
+    model = llama_dir(tmp_path / "model")
+    write_weights(model, tensors)
+    kept = (Keep("*", F32), Keep("blk.1.ffn_up.weight", BF16))
+    report = convert(model, tmp_path / "out.gguf", TypeChoice(Q8_0, keep=kept))
+    lossy = [name for name, verdict in verdicts(report).items() if verdict == "lossy"]
+    assert lossy == ["blk.1.ffn_up.weight"]
+    (error,) = (stats.relative_error for stats in report.stats if not stats.is_exact)
+    assert 1e-7 < error < 2.0**-16

@@ -310,7 +310,9 @@ def test_full_disk(tmp_path: Path) -> None:
     assert "no space left on device: the file needs 0.1 MB, 0.1 MB are free in" in result.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_leave_nothing_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
     # Holes, which read as zeros: 4 GB of weights that take no room.
     original = tmp_path / "in.gguf"
@@ -336,6 +338,15 @@ def test_signals_leave_nothing_behind(tmp_path: Path, number: signal.Signals, co
     assert process.returncode == code, stderr
     assert list(out.iterdir()) == []
     assert "Traceback" not in stderr and stdout == ""
+
+
+def test_a_file_that_would_be_taken_for_an_old_one(tmp_path: Path) -> None:
+    """Of so few blocks of Q2_0, the sizes do not tell of how many weights they are."""
+    tensor = files.ternary("w", ref.PQ2_0, np.ones((4, 256), np.int8), np.ones((4, 2), np.float32))
+    path = files.write(tmp_path / "in.gguf", METADATA, [tensor])
+    with pytest.raises(TernError, match=r"out\.gguf: would not be read as it is meant: .* use another"):
+        run(path, tmp_path / "out.gguf", "q2_0")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
 
 
 # ---- round trips ----

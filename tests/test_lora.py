@@ -136,10 +136,23 @@ def poison(directory: Path) -> None:
     [
         (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json: no such file"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: no such file"),
-        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"x" * 20), "damaged safetensors"),
+        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\xff" * 20), "damaged safetensors"),
         (lambda d: change_config(d, peft_type="IA3"), "peft_type is 'IA3'"),
         (lambda d: change_config(d, use_dora=True), "use_dora is True"),
         (lambda d: change_config(d, bias="all"), "bias is 'all'"),
+        *(
+            (
+                lambda d, init=init: change_config(d, init_lora_weights=init),
+                f"init_lora_weights is '{init}', which changed",
+            )
+            for init in ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga")
+        ),
+        (
+            lambda d: change_config(d, init_lora_weights="mica"),
+            "init_lora_weights is 'mica', which ternconv does not",
+        ),
+        (lambda d: change_config(d, alora_invocation_tokens=[1, 2]), "alora_invocation_tokens"),
+        (lambda d: change_config(d, target_parameters=["experts.gate_up_proj"]), "target_parameters is"),
         (lambda d: change_config(d, r=5), "expected rank 5"),
         (lambda d: change_config(d, rank_pattern={"(": 2}), "no regular expression"),
         (lambda d: rename_tensor(d, "lora_A", "lora_C"), "no factor of a LoRA"),
@@ -153,6 +166,33 @@ def test_broken_adapters(tmp_path: Path, model: Path, damage: Any, expected: str
     with pytest.raises(TernError) as error:
         open_adapter(adapter)
     assert expected in str(error.value) and str(adapter) in str(error.value)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal", None])
+def test_starts_that_leave_the_model_alone(tmp_path: Path, model: Path, init: Any) -> None:
+    adapter = make_adapter(model, tmp_path / "adapter", 5)
+    before = open_adapter(adapter)
+    change_config(adapter, init_lora_weights=init)
+    assert open_adapter(adapter).factors.keys() == before.factors.keys()
+
+
+def test_what_merging_a_pissa_adapter_as_a_plain_one_would_do(tmp_path: Path, model: Path) -> None:
+    """PEFT takes the principal part out of the weights when it loads such an adapter; W + s B A does not."""
+    base = LlamaForCausalLM.from_pretrained(model)
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights="pissa")
+    get_peft_model(base, config).save_pretrained(str(tmp_path / "adapter"))
+    merged = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model), tmp_path / "adapter")
+    name = "model.layers.0.self_attn.v_proj.weight"
+    right = merged.merge_and_unload().state_dict()[name].numpy()
+    stored = LlamaForCausalLM.from_pretrained(model).state_dict()[name].numpy()
+    np.testing.assert_allclose(right, stored, atol=1e-5)  # nothing was trained
+
+    with pytest.raises(TernError, match="init_lora_weights is 'pissa'"):
+        open_adapter(tmp_path / "adapter")
+    change_config(tmp_path / "adapter", init_lora_weights=True)
+    factors = open_adapter(tmp_path / "adapter").factors[name.removesuffix(".weight")]
+    assert np.abs(factors.scale * factors.b @ factors.a).max() > 0.01
 
 
 def test_adapter_of_another_model(tmp_path: Path, model: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
 import click
 
+from ggml_tern.cli.ending import clean_up_when_killed, tell_stale_parts
 from ggml_tern.progress import byte_progress
+from ggml_tern.tensors.names import printable
 
 REPACK_EPILOG = """
 \b
@@ -60,8 +61,8 @@ def command(file: Path, output: Path, type_name: str | None, unrotate: bool, for
     from ggml_tern.gguf import repacking
     from ggml_tern.gguf.reader import GGUFSource
 
-    # A kill cleans up like Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    clean_up_when_killed()
+    tell_stale_parts("tern", output)
     try:
         with byte_progress() as progress:
             task = progress.add_task("repacking", total=None)
@@ -79,5 +80,5 @@ def command(file: Path, output: Path, type_name: str | None, unrotate: bool, for
         click.echo("tern: interrupted; nothing was written", err=True)
         sys.exit(130)
     for note in report.notes:
-        click.echo(f"note: {note}")
+        click.echo(f"note: {printable(note)}")
     click.echo(f"{output}: {report.size / 1e6:.1f} MB")

@@ -12,6 +12,7 @@ import click
 
 from ggml_tern.cli import bench, chat, doctor, env, hash, inspect, plan, repack, run, serve, verify
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.names import printable
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,5 +30,7 @@ def main() -> None:
     try:
         cli()
     except TernError as error:
-        click.echo(f"tern: {error}", err=True)
+        # Of what is wrong with a configuration, there is a line each.
+        lines = "\n".join(printable(line) for line in str(error).split("\n"))
+        click.echo(f"tern: {lines}", err=True)
         sys.exit(1)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 from rich.console import Console
 
+from ggml_tern.cli.ending import clean_up_when_killed, tell_stale_parts
 from ggml_tern.cli.lora_option import LORA
 from ggml_tern.convert.model.choice import Keep, TypeChoice
 from ggml_tern.convert.pipeline import convert
@@ -21,6 +20,7 @@ from ggml_tern.convert.rotate.rotation import BLOCKS, DEFAULT_BLOCK, RotationCho
 from ggml_tern.convert.summary import print_summary
 from ggml_tern.errors import TernError
 from ggml_tern.progress import byte_progress
+from ggml_tern.tensors.names import printable
 from ggml_tern.tensors.types import GROUP_TYPES, MATRIX_TYPES, TENSOR_TYPES, TYPE_OF_BITS
 
 EPILOG = """
@@ -215,13 +215,15 @@ def main(
     rotation = RotationChoice(int(rotation_block) if rotation_block else None, signs) if rotate else None
     # Large vocabularies are made of millions of objects; looking through them for cycles takes a second.
     gc.disable()
-    # A kill cleans up like Ctrl-C does.
-    signal.signal(signal.SIGTERM, _terminate)
-    logging.basicConfig(format="ternconv: warning: %(message)s", level=logging.WARNING)
+    clean_up_when_killed()
+    log = logging.StreamHandler()
+    log.setFormatter(_OneLine("ternconv: warning: %(message)s"))
+    logging.basicConfig(handlers=[log], level=logging.WARNING)
     # How a tokenizer joins two texts is nothing that a GGUF tells.
     logging.getLogger("gguf.vocab").addFilter(lambda record: "<pair>" not in record.getMessage())
     try:
         adapters = [open_adapter(directory, scale) for directory, scale in loras]
+        tell_stale_parts("ternconv", output)
         with byte_progress() as progress:
             task = progress.add_task("reading", total=None)
             report = convert(
@@ -237,7 +239,7 @@ def main(
                 advance=lambda nbytes: progress.advance(task, nbytes),
             )
     except TernError as error:
-        click.echo(f"ternconv: {error}", err=True)
+        click.echo(f"ternconv: {printable(str(error))}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         click.echo("ternconv: interrupted; nothing was written", err=True)
@@ -245,8 +247,11 @@ def main(
     print_summary(report, Console())
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+class _OneLine(logging.Formatter):
+    """A warning of a library, which may quote the model's files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def convert(
     model = open_model(path, adapters, keep_mtp=keep_mtp)
     check_output(output, model.files(), force)
     conversion = prepare(model, choice, rotation)
-    return write(conversion, output, n_threads=n_threads, start=start, advance=advance)
+    return write(conversion, output, force=force, n_threads=n_threads, start=start, advance=advance)
 
 
 def prepare(model: InputModel, choice: TypeChoice, rotation: RotationChoice | None = None) -> Conversion:
@@ -132,18 +132,20 @@ def write(
     conversion: Conversion,
     output: Path,
     *,
+    force: bool = False,
     n_threads: int = 0,
     start: Callable[[int], None] = lambda total: None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Report:
     """Write the file that a conversion makes. The other arguments are those of `convert`.
 
-    Raises TernError for weights that a type cannot hold, and an output that cannot be written.
+    Raises TernError for weights that a type cannot hold, an output that cannot be written, and one that has
+    appeared meanwhile, which without `force` is left as it is.
     """
     model, targets = conversion.model, conversion.targets
     report = Report(output, targets, notes=list(conversion.notes))
     n_threads = n_threads or len(os.sched_getaffinity(0))
-    with OutputFile(output, model.arch) as file:
+    with OutputFile(output, model.arch, replace=force) as file:
         report.notes += model.add_metadata(file.metadata)
         if conversion.rotations:
             names = [target.spec.name for target in targets]

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ggml_tern.convert.model.architectures import Role
 from ggml_tern.convert.pipeline import Report
 from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Stats
-from ggml_tern.tensors.names import kind_name
+from ggml_tern.tensors.names import kind_name, printable
 from ggml_tern.tensors.types import F32, TensorType
 
 #: Shares of zeros between which trained ternary models lie.
@@ -47,13 +48,13 @@ def print_summary(report: Report, console: Console) -> None:
             title, footer=footer, justify="left" if title in ("tensors", "type") else "right", no_wrap=True
         )
     for (name, type_name), members in groups.items():
-        table.add_row(name, type_name, *_cells(members))
+        table.add_row(Text(printable(name)), type_name, *_cells(members))
     console.print(table)
     console.print()
     for warning in smells(report):
-        console.print(f"warning: {warning}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"warning: {printable(warning)}", highlight=False, soft_wrap=True, markup=False)
     for note in [*ternary_notes(report), *fallback_notes(report.targets), *report.notes]:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"note: {printable(note)}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"{report.output}: {report.size / 1e6:.1f} MB", highlight=False, soft_wrap=True, markup=False
     )

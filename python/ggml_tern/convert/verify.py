@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import TensorSpec
@@ -211,7 +212,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
             verdict, error = f"different from row {finding.first_difference} on", ""
         elif finding.verdict in (Verdict.EXACT, Verdict.ROUNDED):
             error = ""
-        table.add_row(printable(finding.name), finding.type_name, verdict, error)
+        table.add_row(Text(printable(finding.name)), finding.type_name, verdict, error)
     console.print(table)
     counts = Counter(finding.verdict for finding in findings)
     parts = [f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]]

@@ -235,7 +235,8 @@ def _json_scalar(value: Any) -> Any:
 
 def print_description(found: dict[str, Any], console: Console) -> None:
     """Print what `describe` found: the facts, a line for each type, the metadata, and what runs it."""
-    for name, value in _facts(found):
+    for name, text in _facts(found):
+        value = printable(text)
         print_wrapped(f"{name:<17} ", whole(value) if name == "file" else value, console)
     console.print()
     console.print(_types_table(found))
@@ -248,7 +249,7 @@ def print_description(found: dict[str, Any], console: Console) -> None:
     console.print(metadata)
     console.print()
     for note in found["runs"]["notes"]:
-        print_wrapped("note: ", note, console)
+        print_wrapped("note: ", printable(note), console)
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:

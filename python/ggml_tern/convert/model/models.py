@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class HuggingFaceModel(InputModel):
     def _add_general(self, writer: gguf.GGUFWriter) -> None:
         """The general.* keys: name, licence and so on from the model card and the directory; size."""
         try:
-            metadata = gguf.Metadata.load(model_path=self.path.resolve(), total_params=self.n_weights)
+            metadata = self._load_metadata()
         except (YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise TernError(
@@ -106,11 +107,30 @@ class HuggingFaceModel(InputModel):
                 "file"
             ) from None
         if metadata.name is None:
-            metadata.name = self.path.resolve().name
+            metadata.name = model_name(self.path)
         if metadata.size_label is None:
             metadata.size_label = gguf.size_label(self.n_weights, self.n_weights, 0, 0)
         writer.add_type(gguf.GGUFType.MODEL)
         metadata.set_gguf_meta_model(writer)
+
+    def _load_metadata(self) -> gguf.Metadata:
+        path, name = self.path.resolve(), model_name(self.path)
+        if path.name == name:
+            return gguf.Metadata.load(model_path=path, total_params=self.n_weights)
+        # gguf-py takes name, size and version from that of the folder: it gets one with the right name.
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder, name)
+            link.symlink_to(path)
+            return gguf.Metadata.load(model_path=link, total_params=self.n_weights)
+
+
+def model_name(path: Path) -> str:
+    """What a model directory is called. The hub's cache keeps the model of OWNER/NAME in
+    models--OWNER--NAME/snapshots/COMMIT."""
+    path = path.resolve()
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name
 
 
 class GGUFModel(InputModel):

@@ -39,7 +39,9 @@ class Stats:
 
     Attributes:
         n, zeros: weights, and those that decode to 0.
-        sum_sq, sum_sq_error: sums of w^2 and of (w - decoded)^2.
+        sum_sq, sum_sq_error: sums of w^2 and of (w - decoded)^2, in float64.
+        changed: weights outside of ternary types that decode to something else. Not to be seen from the error
+            alone: even in float64, that of numbers which a type rounds to 0 may be nothing beside a sum.
         groups: groups that were ternarized; 0 for other types.
         ternary_groups: of these, the ones that were ternary before (nothing but -a, 0 and a).
         exact_groups: of these, the ones whose a is an fp16 number and was kept as it is.
@@ -50,6 +52,7 @@ class Stats:
     zeros: int = 0
     sum_sq: float = 0.0
     sum_sq_error: float = 0.0
+    changed: int = 0
     groups: int = 0
     ternary_groups: int = 0
     exact_groups: int = 0
@@ -60,6 +63,7 @@ class Stats:
         self.zeros += other.zeros
         self.sum_sq += other.sum_sq
         self.sum_sq_error += other.sum_sq_error
+        self.changed += other.changed
         self.groups += other.groups
         self.ternary_groups += other.ternary_groups
         self.exact_groups += other.exact_groups
@@ -68,7 +72,7 @@ class Stats:
     @property
     def is_exact(self) -> bool:
         """Whether every weight decodes to what it was."""
-        return self.sum_sq_error == 0 and self.groups == self.exact_groups
+        return self.changed == 0 and self.groups == self.exact_groups
 
     @property
     def is_lossless(self) -> bool:
@@ -206,7 +210,7 @@ def _encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
         with np.errstate(over="ignore", invalid="ignore"):
             data = gguf.quants.quantize(values, qtype)
             decoded = gguf.quants.dequantize(data, qtype)
-            sum_sq_error = _sum_sq(values - decoded)
+            sum_sq_error = _sum_sq(np.subtract(values, decoded, dtype=np.float64))
         if not np.isfinite(sum_sq_error):
             raise ValueError(f"values up to {np.abs(values).max():g} are too large for it")
         return Piece(
@@ -216,6 +220,7 @@ def _encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
                 zeros=values.size - int(np.count_nonzero(decoded)),
                 sum_sq=_sum_sq(values),
                 sum_sq_error=sum_sq_error,
+                changed=int(np.count_nonzero(values != decoded)),
             ),
         )
 
@@ -230,6 +235,7 @@ def _copy(source: Source, start: int, stop: int) -> Piece:
     return Piece(source.packed[start:stop].reshape(-1), stats)
 
 
-def _sum_sq(values: NDArray[np.float32]) -> float:
-    # Not a BLAS dot product: that would start threads of its own in every one of ours.
-    return float(np.sum(np.square(values), dtype=np.float64))
+def _sum_sq(values: NDArray[Any]) -> float:
+    # Not a BLAS dot product: that would start threads of its own in every one of ours. In float64: the
+    # square of a float32 number may be too small or too large for float32.
+    return float(np.sum(np.square(values, dtype=np.float64)))

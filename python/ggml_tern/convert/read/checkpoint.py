@@ -74,20 +74,41 @@ class Checkpoint:
         return path.is_file()
 
     def _open(self) -> dict[str, StoredTensor]:
-        """All stored tensors by name."""
-        if self._has(INDEX_FILE):
-            return self._open_index()
-        if self._has(SINGLE_FILE):
-            return {tensor.name: tensor for tensor in open_safetensors(self.directory / SINGLE_FILE)}
+        """All stored tensors by name: of the one file where that is there, as transformers has it, or of the
+        shards."""
         names = sorted(path.name for path in self.directory.iterdir())
-        shards = [name for name in names if _SHARD.fullmatch(name) and self._has(name)]
-        if shards:
-            return self._open_shards(shards)
-        found = [name for name in names if name.endswith(_OTHER_WEIGHTS) and self._has(name)]
-        hint = f"; found {', '.join(found[:3])}, save the model as safetensors first" if found else ""
-        raise TernError(f"{self.directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+        single = self._has(SINGLE_FILE)
+        beside = [name for name in names if _SHARD.fullmatch(name)]
+        if self._has(INDEX_FILE):
+            shards = self._read_index()
+            if not single or SINGLE_FILE in shards:
+                return self._open_index(shards)
+            beside = [INDEX_FILE, *beside]
+        if single:
+            if beside:
+                more = f" and {len(beside) - 1} shards" if len(beside) > 1 else ""
+                self.notes.append(
+                    f"{SINGLE_FILE} is converted, which transformers loads too, and not {beside[0]}{more} "
+                    f"beside it; if those are the ones that you mean, move {SINGLE_FILE} away"
+                )
+            return {tensor.name: tensor for tensor in open_safetensors(self.directory / SINGLE_FILE)}
+        if beside := [name for name in beside if self._has(name)]:
+            return self._open_shards(beside)
+        raise TernError(
+            f"{self.directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}{self._hint_at_weights(names)}"
+        )
 
-    def _open_index(self) -> dict[str, StoredTensor]:
+    def _hint_at_weights(self, names: list[str]) -> str:
+        """What to do with weights under names that mean nothing here."""
+        found = [name for name in names if name.endswith(_OTHER_WEIGHTS) and self._has(name)]
+        if not found:
+            return ""
+        if len(found) == 1 and found[0].endswith(".safetensors"):
+            return f"; found {found[0]}: if that is all of the model, name it {SINGLE_FILE}"
+        return f"; found {', '.join(found[:3])}, save the model as safetensors first"
+
+    def _read_index(self) -> dict[str, list[str]]:
+        """The shards that the index lists, and the names of the tensors in each."""
         index_path = self.directory / INDEX_FILE
         weight_map = read_json(index_path, unique_keys=True).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -101,6 +122,9 @@ class Checkpoint:
                     f"{index_path}: tensor {name} names the shard {shard!r}, which is not a plain file name"
                 )
             shards.setdefault(shard, []).append(name)
+        return shards
+
+    def _open_index(self, shards: dict[str, list[str]]) -> dict[str, StoredTensor]:
         missing = [shard for shard in sorted(shards) if not self._has(shard)]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -22,6 +22,7 @@ from ggml_tern.convert.read.decoding import load_rows
 from ggml_tern.convert.read.json_files import read_json
 from ggml_tern.convert.read.stored_tensors import StoredTensor, open_safetensors
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.identify import Kind, identify
 from ggml_tern.tensors.values import Chosen, Rows, as_float32
 
 CONFIG_FILE = "adapter_config.json"
@@ -41,7 +42,18 @@ _NOT_PLAIN = (
     "modules_to_save",
     "layer_replication",
     "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "arrow_config",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
 )
+
+#: Values of init_lora_weights that leave the model's own weights as they are.
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+#: Those that do not: what is trained is the difference to a changed base (peft/tuners/lora/layer.py).
+_BASE_CHANGED_BY = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 #: Rows compared at a time.
 _ROWS = 1024
@@ -120,8 +132,8 @@ def open_adapter(directory: Path, scale: float = 1.0) -> Adapter:
     Raises TernError for a directory that lacks one of these, a kind of adapter that is no plain LoRA, a
     factor without its partner, and factors whose shapes do not fit each other or the rank.
     """
-    if not directory.is_dir():
-        raise TernError(f"{directory}: no such directory; expected a PEFT adapter with {CONFIG_FILE}")
+    if not (directory / CONFIG_FILE).exists():
+        raise _no_adapter(directory)
     where = directory / CONFIG_FILE
     values = read_json(where)
     config = Config(values, str(where))
@@ -162,6 +174,19 @@ def open_adapter(directory: Path, scale: float = 1.0) -> Adapter:
     return adapter
 
 
+def _no_adapter(directory: Path) -> TernError:
+    """The error for a path that is no adapter's folder."""
+    expected = f"expected the folder of a PEFT adapter, with {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if directory.is_dir():
+        return TernError(f"{directory / CONFIG_FILE}: no such file; {expected}")
+    if directory.is_file():
+        found = identify(directory)
+        if found.kind is Kind.GGUF:
+            return TernError(f"{directory}: is a GGUF file, which llama.cpp takes with --lora; {expected}")
+        return TernError(f"{directory}: is {found.what}; {expected}")
+    return TernError(f"{directory}: no such directory; {expected}")
+
+
 def merge(rows: Rows, tensor: StoredTensor, adapters: Sequence[Adapter]) -> Rows:
     """The tensor's rows with what the adapters add to them.
 
@@ -193,6 +218,23 @@ def _require_plain(config: Config, values: dict[str, Any]) -> None:
                 f"{key} is {values[key]!r}, which ternconv does not merge; merge the adapter with PEFT's "
                 "merge_and_unload and convert the result"
             )
+    if values.get("alora_invocation_tokens"):
+        raise config.error(
+            "alora_invocation_tokens makes the adapter work only behind these tokens (an activated LoRA); "
+            "merged weights work everywhere; run it with a program that knows such adapters"
+        )
+    init = values.get("init_lora_weights")
+    if init not in _PLAIN_INITS:
+        reason = "which ternconv does not know"
+        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGED_BY):
+            reason = (
+                "which changed the model's own weights before the training, so that the adapter does not "
+                "belong to the model as it is stored"
+            )
+        raise config.error(
+            f"init_lora_weights is {init!r}, {reason}; merge the adapter with PEFT's merge_and_unload, or "
+            "save it with path_initial_model_for_weight_conversion, which makes a plain one of it"
+        )
     if values.get("bias", "none") != "none":
         raise config.error(
             f"bias is {values['bias']!r}; expected 'none', so merge the adapter with PEFT's merge_and_unload"

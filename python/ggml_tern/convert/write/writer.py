@@ -20,6 +20,7 @@ from ggml_tern import _core
 from ggml_tern.atomic_file import AtomicFile, EarlySync
 from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Piece, Stats
+from ggml_tern.errors import TernError
 
 
 class OutputFile(AtomicFile):
@@ -29,8 +30,8 @@ class OutputFile(AtomicFile):
     `write_tensor` in the order of the table, and `commit` makes the file appear under its name.
     """
 
-    def __init__(self, path: Path, arch: str) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, arch: str, *, replace: bool = True) -> None:
+        super().__init__(path, replace=replace)
         self.metadata = gguf.GGUFWriter(None, arch)
         self._targets: list[Target] = []
         self._file: IO[bytes] | None = None
@@ -99,7 +100,13 @@ class OutputFile(AtomicFile):
 
     def _verify(self) -> None:
         """Read the finished header back and compare it with what was meant."""
-        header = _core.read_gguf_header(str(self.temporary))
+        try:
+            header = _core.read_gguf_header(self.temporary)
+        except _core.FormatError as error:
+            # A few blocks of Q2_0 may be taken for those of old files.
+            raise TernError(
+                f"{self.path}: would not be read as it is meant: {error}; use another --type"
+            ) from None
         meant = [
             (target.spec.name, target.type.id, list(reversed(target.spec.shape)), target.nbytes)
             for target in self._targets
