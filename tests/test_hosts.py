@@ -108,13 +108,65 @@ def test_honest_claim_is_accepted(compile_host: Compile) -> None:
     assert lines == []
 
 
-@pytest.mark.parametrize("version", ["9.9.9", "0.27.0", "0.14.9", "1.20.0", "not a version", ""])
-def test_unknown_version(compile_host: Compile, version: str) -> None:
+@pytest.mark.parametrize("version", ["0.14.9", "0.9", "not a version", ""])
+def test_version_that_is_too_old_or_none(compile_host: Compile, version: str) -> None:
     found, lines = load(compile_host(version, 2, *with_real_ggml()))
     assert found == "None"
     line = refusal(lines)
     assert version in line
     assert re.search(r"\b0\.15\b", line) and re.search(r"\b0\.26\b", line), line
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.28.3", "1.20.0", "9.9.9"])
+def test_newer_version_whose_structures_fit(compile_host: Compile, version: str) -> None:
+    """The structures decide, not the number: it is used, and said so once."""
+    found, lines = load(compile_host(version, 2, *with_real_ggml()))
+    assert found != "None"
+    assert f"ggml {version}, which this version was not tried with" in refusal(lines)
+
+
+STRUCTURES_OF_OURS = ["registry entry", "device", "buffer type", "buffer", "backend"]
+STRUCTURES = ["DEVICE", "BACKEND", "BUFFER_TYPE", "BUFFER"]
+
+
+@pytest.mark.parametrize("version", ["known", "0.99.0"])
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_structure_with_a_function_more(compile_host: Compile, structure: str, at: int, version: str) -> None:
+    """Whatever number the host gives itself: a table that has one function more is not read or filled."""
+    claim = real_version() if version == "known" else version
+    options = [f"-DFAKE_GROWN_{structure}={at}", *with_real_ggml()]
+    found, lines = load(compile_host(claim, 2, *options))
+    assert found == "None", lines
+    assert f"another {structure.lower().replace('_', ' ')} layout" in refusal(lines)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES_OF_OURS)
+def test_host_that_finds_other_things_in_our_structures(compile_host: Compile, structure: str) -> None:
+    """Its own are as ours, as far as can be seen, and it reads ours otherwise."""
+    options = [f"-DFAKE_MISREADS={STRUCTURES_OF_OURS.index(structure)}", *with_real_ggml()]
+    found, lines = load(compile_host("0.99.0", 2, *options))
+    assert found == "None", lines
+    assert f"finds other things in a {structure} than" in refusal(lines)
+
+
+def test_tensors_of_another_size(compile_host: Compile) -> None:
+    found, lines = load(compile_host("0.99.0", 2, "-DFAKE_TENSOR_GROWTH=8", *with_real_ggml()))
+    assert found == "None"
+    assert "another tensor size" in refusal(lines)
+
+
+def test_properties_in_another_order(compile_host: Compile) -> None:
+    found, lines = load(compile_host("0.99.0", 2, "-DFAKE_PROPERTIES", *with_real_ggml()))
+    assert found == "None"
+    assert "other device properties" in refusal(lines)
+
+
+def test_buffer_types_of_the_other_interface_version(compile_host: Compile) -> None:
+    """A host that says 3, whose tables have the shape of 2."""
+    found, lines = load(compile_host(real_version(), 3, *with_real_ggml()))
+    assert found == "None"
+    assert "registry" in refusal(lines) or "buffer type" in refusal(lines)
 
 
 @pytest.mark.parametrize("api_version", [1, 4, 17])

@@ -18,9 +18,10 @@ CSRC, PACKAGE, TESTS = ROOT / "csrc", ROOT / "python" / "ggml_tern", ROOT / "tes
 #: For each room of csrc/ those that it may include from.
 CPP_ROOMS: dict[str, set[str]] = {
     "format": set(),
+    "model": {"format"},
     "cpu": {"format"},
-    "host": {"format", "cpu"},
-    "backend": {"format", "cpu", "host"},
+    "host": {"format"},
+    "backend": {"format", "model", "cpu", "host"},
     "bindings": {"format", "cpu", "host"},
 }
 

@@ -4,22 +4,39 @@
 
 #include "../cpu/kernels.h"
 #include "../host/host_api.h"
-#include "../host/treatments.h"
 #include "../host/type_slots.h"
+#include "../model/models.h"
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace tern {
+
+// ---- loading.cpp ----
+
+// Puts our types into the host's table, and ourselves in front of its readers and writers of GGUF files. Where that is not
+// possible, changes nothing, returns false and says why.
+bool enter_host(std::string & error);
+// The same readers and writers for libraries that were loaded since. Cheap when there are none; safe from any thread.
+void hook_loaders();
+// How many import slots lead to us.
+int hooked_slots();
+// The layout for the model that this thread is loading.
+TileLayout layout_while_loading();
+// The treatment of a tensor by its bytes, or nullptr if none is known: see Models::find().
+const Treatment * find_treatment(std::string_view name, uint32_t file_type, const int64_t * shape,
+                                 std::string_view data);
 
 // ---- buffers.cpp ----
 
 // Plain host memory: activations, KV cache, and weights of other types (these can stay mapped from the file).
 ggml_backend_buffer_type_t plain_buffer_type();
-// Host memory in which ternary matrices lie in tiles (cpu/tiles.h), in the layout that was chosen last. A read gives back the
-// bytes that were written.
+// Host memory in which ternary matrices lie in tiles (cpu/tiles.h), in layout_while_loading(). A read gives back the bytes that
+// were written.
 ggml_backend_buffer_type_t tiled_buffer_type();
 // Whether it is tiled_buffer_type(), of either layout.
 bool is_tiled_buffer_type(ggml_backend_buffer_type_t type);
@@ -33,7 +50,7 @@ bool is_tiled(const ggml_tensor * w);
 // The tiles of matrix i of such a tensor, or of a view of one: they count through the third and fourth dimension.
 Tiles tiles_of(const ggml_tensor * w, int64_t i);
 
-// What a ternary matrix, or a view of one, needs beside its product; nullptr for a special one that nothing is known about.
+// What a ternary matrix, or a view of one, needs beside its product; nullptr where that is not known.
 const Treatment * treatment_of(const ggml_tensor * w);
 
 // ---- graph.cpp ----
@@ -73,5 +90,11 @@ size_t device_count();
 ggml_backend_dev_t device_at(size_t index);
 // The host's CPU device.
 ggml_backend_dev_t stock_cpu_device();
+
+// ---- registry.cpp ----
+
+// Whether the host has us in its list of backends: not before it has loaded us, and not after it has unloaded us, for which a
+// library stays in the process.
+bool is_registered();
 
 }  // namespace tern

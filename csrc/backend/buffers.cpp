@@ -1,6 +1,5 @@
 // The buffer types of the devices: plain host memory, and host memory that stores ternary matrices in tiles.
 #include "../cpu/streamed_memory.h"
-#include "../host/weight_layout.h"
 #include "backend.h"
 
 #include <cstring>
@@ -190,7 +189,7 @@ void set_plain_bytes(TiledBuffer & context, ggml_tensor * tensor, const uint8_t 
     const Matrices m(tensor);
     auto * tiles = static_cast<uint8_t *>(tensor->data);
     m.pack(plain, tiles);
-    if (is_special(tensor->type)) {
+    if (is_treated(tensor->type)) {
         header_of_tiles(tiles).note = look_up(tensor, plain);
     }
     bool canonical = true;
@@ -320,7 +319,7 @@ ggml_backend_buffer_type_t plain_buffer_type() {
 }
 
 ggml_backend_buffer_type_t tiled_buffer_type() {
-    return tiled_type(chosen_layout()).handle();
+    return tiled_type(layout_while_loading()).handle();
 }
 
 bool is_tiled_buffer_type(ggml_backend_buffer_type_t type) {
@@ -343,7 +342,7 @@ void set_buffer_devices(ggml_backend_dev_t plain, ggml_backend_dev_t tiled) {
 
 const Treatment * treatment_of(const ggml_tensor * w) {
     static const Treatment none;
-    if (!is_special(w->type)) {
+    if (!is_treated(w->type)) {
         return &none;
     }
     const ggml_tensor * whole = w->view_src != nullptr ? w->view_src : w;

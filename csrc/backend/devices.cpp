@@ -9,7 +9,6 @@
 // device as its own, which the registry does not list and which differs in its buffer type.
 #include "backend.h"
 
-#include "../host/loader_hook.h"
 #include "../host/machine_memory.h"
 
 #include <string>

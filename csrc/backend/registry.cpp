@@ -1,8 +1,6 @@
 // The registry: what the host sees when it loads the plug-in.
 #include "backend.h"
 
-#include "../host/loader_hook.h"
-
 #include <cstdio>
 #include <cstring>
 #include <mutex>
@@ -50,6 +48,13 @@ const char * get_status() {
     return status.c_str();
 }
 
+// Of a device: tiles, in the layout for the model that is being loaded. nullptr ends the list.
+ggml_backend_buffer_type_t * get_extra_buffer_types(ggml_backend_dev_t) {
+    thread_local ggml_backend_buffer_type_t types[2];
+    types[0] = tiled_buffer_type();
+    return types;
+}
+
 void * get_proc_address(ggml_backend_reg_t, const char * name) {
     if (std::strcmp(name, "ggml_backend_set_n_threads") == 0) {
         return reinterpret_cast<void *>(backend_set_n_threads);
@@ -58,11 +63,7 @@ void * get_proc_address(ggml_backend_reg_t, const char * name) {
         return reinterpret_cast<void *>(backend_set_abort_callback);
     }
     if (std::strcmp(name, "ggml_backend_dev_get_extra_bufts") == 0) {
-        return reinterpret_cast<void *>(+[](ggml_backend_dev_t) {
-            static ggml_backend_buffer_type_t types[2];
-            types[0] = tiled_buffer_type();
-            return types;
-        });
+        return reinterpret_cast<void *>(get_extra_buffer_types);
     }
     if (std::strcmp(name, "ggml_backend_get_features") == 0) {
         return reinterpret_cast<void *>(get_features);
@@ -93,19 +94,72 @@ ggml_backend_reg_t registry() {
     return &registry;
 }
 
-ggml_backend_reg_t connect_and_register(const void * caller) {
-    static std::mutex mutex;
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::string error;
-    if (connect_host(caller, error) == nullptr || !fill_type_slots(error)) {
-        std::fprintf(stderr, "ggml-tern: %s\n", error.c_str());
-        return nullptr;
+// Whether the host's functions find in our structures what we have put there. Returns where they do not, or nullptr. Texts are
+// compared by their address: the wrong function may have returned anything.
+const char * what_the_host_misreads() {
+    ggml_backend_reg_t reg = registry();
+    ggml_backend_dev_t device = device_at(0);
+    if (host().ggml_backend_reg_name(reg) != get_name(reg) ||
+        host().ggml_backend_reg_dev_count(reg) != device_count() || host().ggml_backend_reg_dev_get(reg, 0) != device) {
+        return "registry entry";
     }
-    hook_loaders();
-    return registry();
+    if (host().ggml_backend_dev_backend_reg(device) != reg ||
+        host().ggml_backend_dev_buffer_type(device) != plain_buffer_type()) {
+        return "device";
+    }
+    ggml_backend_buffer_type_t type = tiled_buffer_type();
+    if (host().ggml_backend_buft_get_device(type) != device || host().ggml_backend_buft_is_host(type) ||
+        !host().ggml_backend_buft_is_host(plain_buffer_type()) ||
+        host().ggml_backend_buft_get_alignment(type) != host().ggml_backend_buft_get_alignment(plain_buffer_type())) {
+        return "buffer type";
+    }
+    constexpr size_t SIZE = 4096;
+    ggml_backend_buffer_t buffer = host().ggml_backend_buft_alloc_buffer(type, SIZE);
+    if (buffer == nullptr || host().ggml_backend_buffer_get_type(buffer) != type ||
+        host().ggml_backend_buffer_get_size(buffer) != SIZE || host().ggml_backend_buffer_get_base(buffer) == nullptr) {
+        return "buffer";
+    }
+    host().ggml_backend_buffer_free(buffer);
+    ggml_backend_t backend = host().ggml_backend_dev_init(device, nullptr);
+    if (backend == nullptr || host().ggml_backend_get_device(backend) != device ||
+        host().ggml_backend_name(backend) != host().ggml_backend_dev_name(device)) {
+        return "backend";
+    }
+    host().ggml_backend_free(backend);
+    return nullptr;
+}
+
+// Takes no lock: it asks the loader, which may have come here with its own.
+ggml_backend_reg_t connect_and_register(const void * caller) {
+    std::string error;
+    if (connect_host(caller, error) != nullptr) {
+        if (const char * structure = what_the_host_misreads()) {
+            error = std::string("ggml ") + host().ggml_version() + " of this llama.cpp finds other things in a " +
+                    structure + " than what was put there; a ggml-tern made for it is needed";
+        } else if (enter_host(error)) {
+            static std::once_flag said;
+            std::call_once(said, [] {
+                if (!host().remark.empty()) {
+                    std::fprintf(stderr, "ggml-tern: %s\n", host().remark.c_str());
+                }
+            });
+            return registry();
+        }
+    }
+    std::fprintf(stderr, "ggml-tern: %s\n", error.c_str());
+    return nullptr;
 }
 
 }  // namespace
+
+bool is_registered() {
+    for (size_t i = 0; i < host().ggml_backend_reg_count(); i++) {
+        if (host().ggml_backend_reg_get(i) == registry()) {
+            return true;
+        }
+    }
+    return false;
+}
 
 }  // namespace tern
 

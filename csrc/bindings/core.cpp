@@ -501,6 +501,8 @@ py::object read_hadamard(const std::filesystem::path & path) {
     {
         const py::gil_scoped_release unlocked;
         header = parse_gguf_header(bytes, bytes.size());
+        resolve_legacy_q2_0(header, bytes.size());
+        check_tensor_data(header, bytes.size());
         contract = read_hadamard_contract(header);
     }
     if (!contract) {
@@ -519,7 +521,7 @@ py::object read_hadamard(const std::filesystem::path & path) {
     }
     py::dict rotations;
     for (const auto & [name, rotation] : contract->rotations) {
-        rotations[text(name)] = rotation;
+        rotations[text(name)] = rotation;  // weights that are rotated alike have one object in Python too
     }
     py::dict result;
     result["version"] = contract->version;
@@ -609,7 +611,7 @@ h with silu(h) = relu(x)^2. x: float32 [n_cols, n_out]. isa: as for matmul. Retu
           "Pack rows, uint8 [n_rows, row_bytes], into the kernels' tiles and read them back, as the plug-in's buffers "
           "do.");
 
-    py::class_<Rotation>(m, "Rotation", R"(
+    py::class_<Rotation, std::shared_ptr<Rotation>>(m, "Rotation", R"(
 The rotation of one weight, y = W_stored . H(s * P(x)): P reorders value heads, s is a vector of signs, H the normalized
 Walsh-Hadamard transform of every block of inputs.)")
         .def(py::init(&make_rotation), py::arg("n_in"), py::arg("block"), py::arg("signs") = py::none(),

@@ -34,6 +34,46 @@ std::string full_key(std::string_view key) {
     return std::string(PREFIX) + std::string(key);
 }
 
+// An array of numbers, integers of any size or floats, in the bytes of the file.
+class Numbers {
+  public:
+    Numbers() = default;
+    explicit Numbers(const GgufValue & value) : count_(value.count), type_(value.type), bytes_(value.bytes) {}
+
+    uint64_t count() const { return count_; }
+
+    // i < count()
+    double operator[](uint64_t i) const {
+        switch (type_) {
+        case GgufValueType::UINT8: return at<uint8_t>(i);
+        case GgufValueType::INT8: return at<int8_t>(i);
+        case GgufValueType::UINT16: return at<uint16_t>(i);
+        case GgufValueType::INT16: return at<int16_t>(i);
+        case GgufValueType::UINT32: return at<uint32_t>(i);
+        case GgufValueType::INT32: return at<int32_t>(i);
+        case GgufValueType::UINT64: return at<uint64_t>(i);
+        case GgufValueType::INT64: return at<int64_t>(i);
+        case GgufValueType::FLOAT32: return at<float>(i);
+        case GgufValueType::FLOAT64: return at<double>(i);
+        case GgufValueType::BOOL:
+        case GgufValueType::STRING:
+        case GgufValueType::ARRAY: break;  // never an array of numbers
+        }
+        return 0;
+    }
+
+  private:
+    template <typename T> double at(uint64_t i) const {
+        T number;
+        std::memcpy(&number, bytes_.data() + i * sizeof(T), sizeof(T));
+        return static_cast<double>(number);
+    }
+
+    uint64_t count_ = 0;
+    GgufValueType type_ = GgufValueType::UINT8;
+    std::string_view bytes_;
+};
+
 // The reader of one header's keys. `key` is without the prefix.
 class Keys {
   public:
@@ -105,44 +145,19 @@ class Keys {
         return found;
     }
 
-    // How many numbers an array has; a missing array is an empty one.
-    uint64_t count(std::string_view key) const {
+    // A missing array is an empty one.
+    Numbers numbers(std::string_view key) const {
         const GgufValue * value = find(key);
-        if (value != nullptr &&
-            (!value->is_array || value->type == GgufValueType::STRING || value->type == GgufValueType::BOOL)) {
+        if (value == nullptr) {
+            return Numbers();
+        }
+        if (!value->is_array || value->type == GgufValueType::STRING || value->type == GgufValueType::BOOL) {
             refuse(key, "is not an array of numbers");
         }
-        return value == nullptr ? 0 : value->count;
-    }
-
-    // The number at index i < count(key), an integer of any size or a float.
-    double number(std::string_view key, uint64_t i) const {
-        const GgufValue & value = *find(key);
-        switch (value.type) {
-        case GgufValueType::UINT8: return at<uint8_t>(value, i);
-        case GgufValueType::INT8: return at<int8_t>(value, i);
-        case GgufValueType::UINT16: return at<uint16_t>(value, i);
-        case GgufValueType::INT16: return at<int16_t>(value, i);
-        case GgufValueType::UINT32: return at<uint32_t>(value, i);
-        case GgufValueType::INT32: return at<int32_t>(value, i);
-        case GgufValueType::UINT64: return at<uint64_t>(value, i);
-        case GgufValueType::INT64: return at<int64_t>(value, i);
-        case GgufValueType::FLOAT32: return at<float>(value, i);
-        case GgufValueType::FLOAT64: return at<double>(value, i);
-        case GgufValueType::BOOL:
-        case GgufValueType::STRING:
-        case GgufValueType::ARRAY: break;
-        }
-        refuse(key, "is not an array of numbers");
+        return Numbers(*value);
     }
 
   private:
-    template <typename T> static double at(const GgufValue & value, uint64_t i) {
-        T number;
-        std::memcpy(&number, value.bytes.data() + i * sizeof(T), sizeof(T));
-        return static_cast<double>(number);
-    }
-
     const GgufHeader & header_;
 };
 
@@ -216,8 +231,10 @@ void read_signs(const Keys & keys, HadamardContract & contract) {
         Keys::refuse("sign_mode", "is " + quoted(mode) + "; 'identity' and 'explicit' are all that can be computed");
     }
     contract.explicit_signs = mode == "explicit";
-    const uint64_t n_widths = keys.count("sign_widths");
-    const uint64_t n_values = keys.count("sign_values");
+    const Numbers widths = keys.numbers("sign_widths");
+    const Numbers values = keys.numbers("sign_values");
+    const uint64_t n_widths = widths.count();
+    const uint64_t n_values = values.count();
     if (!contract.explicit_signs) {
         if (n_widths != 0 || n_values != 0) {
             Keys::refuse(n_widths != 0 ? "sign_widths" : "sign_values",
@@ -230,7 +247,7 @@ void read_signs(const Keys & keys, HadamardContract & contract) {
     }
     uint64_t begin = 0;
     for (uint64_t w = 0; w < n_widths; w++) {
-        const double width = keys.number("sign_widths", w);
+        const double width = widths[w];
         if (!(width >= 1 && width <= static_cast<double>(n_values - begin)) || width != std::floor(width)) {
             Keys::refuse("sign_widths", "does not match 'prism.hadamard.sign_values', which holds " +
                                             std::to_string(n_values) + " values");
@@ -242,7 +259,7 @@ void read_signs(const Keys & keys, HadamardContract & contract) {
         }
         signs.reserve(n);
         for (uint64_t i = begin; i < begin + n; i++) {
-            const double sign = keys.number("sign_values", i);
+            const double sign = values[i];
             if (sign != 1 && sign != -1) {
                 Keys::refuse("sign_values", "has a value other than -1 and +1 at position " + std::to_string(i));
             }
@@ -303,39 +320,60 @@ void check_head(const Keys & keys, const Tensors & tensors, const HadamardContra
     }
 }
 
-Rotation make_rotation(const GgufHeader & header, const HadamardContract & contract, std::string_view architecture,
-                       const GgufTensor & tensor) {
-    const std::string_view name = tensor.name;
-    const uint64_t width = tensor.shape[0];
-    Rotation rotation;
-    rotation.n_in = static_cast<int64_t>(width);
-    rotation.block = contract.block_size;
-    if (width % contract.block_size != 0) {
-        Keys::refuse("block_size", "is " + std::to_string(contract.block_size) + ", which does not divide the " +
-                                       std::to_string(width) + " inputs of " + quoted(name));
-    }
-    if (contract.explicit_signs) {
-        const auto signs = contract.signs.find(width);
-        if (signs == contract.signs.end()) {
-            Keys::refuse("sign_widths",
-                         "has no vector for the " + std::to_string(width) + " inputs of " + quoted(name));
+// The rotations of a contract, made when a weight needs them; weights that are rotated alike get the same one.
+class RotationMaker {
+  public:
+    RotationMaker(const GgufHeader & header, const HadamardContract & contract, std::string_view architecture)
+        : header_(header), contract_(contract), architecture_(architecture) {}
+
+    std::shared_ptr<Rotation> rotation_of(const GgufTensor & tensor) {
+        const bool grouped = contract_.gdn_v_grouped && is_ssm_out(tensor.name);
+        std::shared_ptr<Rotation> & made = made_[{tensor.shape[0], grouped}];
+        if (made == nullptr) {
+            made = std::make_shared<Rotation>(make(tensor, grouped));
         }
-        rotation.signs.assign(signs->second.begin(), signs->second.end());
+        return made;
     }
-    if (contract.gdn_v_grouped && is_ssm_out(name)) {
-        rotation.n_v = head_count(header, architecture, ".ssm.time_step_rank");
-        rotation.n_k = head_count(header, architecture, ".ssm.group_count");
-        if (rotation.n_v == 0 || rotation.n_k == 0) {
-            Keys::refuse("gdn_v_grouped", "is true, but there are no heads to group");
+
+  private:
+    // grouped: whether value heads are reordered.
+    Rotation make(const GgufTensor & tensor, bool grouped) const {
+        const uint64_t width = tensor.shape[0];
+        Rotation rotation;
+        rotation.n_in = static_cast<int64_t>(width);
+        rotation.block = contract_.block_size;
+        if (width % contract_.block_size != 0) {
+            Keys::refuse("block_size", "is " + std::to_string(contract_.block_size) + ", which does not divide the " +
+                                           std::to_string(width) + " inputs of " + quoted(tensor.name));
         }
+        if (grouped) {
+            rotation.n_v = head_count(header_, architecture_, ".ssm.time_step_rank");
+            rotation.n_k = head_count(header_, architecture_, ".ssm.group_count");
+            if (rotation.n_v == 0 || rotation.n_k == 0) {
+                Keys::refuse("gdn_v_grouped", "is true, but there are no heads to group");
+            }
+        }
+        try {
+            rotation.check();
+        } catch (const FormatError & error) {
+            Keys::refuse("gdn_v_grouped", "does not fit " + quoted(tensor.name) + ": " + error.what());
+        }
+        if (contract_.explicit_signs) {
+            const auto signs = contract_.signs.find(width);
+            if (signs == contract_.signs.end()) {
+                Keys::refuse("sign_widths",
+                             "has no vector for the " + std::to_string(width) + " inputs of " + quoted(tensor.name));
+            }
+            rotation.signs.assign(signs->second.begin(), signs->second.end());
+        }
+        return rotation;
     }
-    try {
-        rotation.check();
-    } catch (const FormatError & error) {
-        Keys::refuse("gdn_v_grouped", "does not fit " + quoted(name) + ": " + error.what());
-    }
-    return rotation;
-}
+
+    const GgufHeader & header_;
+    const HadamardContract & contract_;
+    std::string_view architecture_;
+    std::map<std::pair<uint64_t, bool>, std::shared_ptr<Rotation>> made_;  // by width and whether grouped
+};
 
 }  // namespace
 
@@ -423,13 +461,12 @@ std::optional<HadamardContract> read_hadamard_contract(const GgufHeader & header
         tensors.emplace(tensor.name, &tensor);
     }
     check_head(keys, tensors, contract);
+    RotationMaker maker(header, contract, architecture);
     for (const std::string_view name : contract.weight_names) {
-        contract.rotations[name] =
-            make_rotation(header, contract, architecture, find_matrix(tensors, "weight_names", name));
+        contract.rotations[name] = maker.rotation_of(find_matrix(tensors, "weight_names", name));
     }
     for (const std::string_view name : contract.inverse_weight_names) {
-        contract.rotations[name] =
-            make_rotation(header, contract, architecture, find_matrix(tensors, "inverse_weight_names", name));
+        contract.rotations[name] = maker.rotation_of(find_matrix(tensors, "inverse_weight_names", name));
     }
     return contract;
 }

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -56,7 +57,8 @@ struct HadamardContract {
     std::vector<std::string_view> weight_names;
     std::vector<std::string_view> inverse_weight_names;
     bool gdn_v_grouped = false;
-    std::map<std::string_view, Rotation> rotations;  // by name, of all that is rotated
+    // By name, of all that is rotated. Weights that are rotated alike share one: a file can name thousands of them.
+    std::map<std::string_view, std::shared_ptr<Rotation>> rotations;
 };
 
 // The architectures whose weights may be rotated.

@@ -13,6 +13,8 @@
 #include "ggml.h"
 #include "gguf.h"
 
+#include <cstdint>
+#include <cstdio>
 #include <string>
 
 namespace tern {
@@ -24,36 +26,71 @@ namespace tern {
     X(ggml_nbytes)                                                                                                     \
     X(ggml_init)                                                                                                       \
     X(ggml_free)                                                                                                       \
+    X(ggml_tensor_overhead)                                                                                            \
     X(ggml_new_tensor_3d)                                                                                              \
     X(ggml_mul_mat)                                                                                                    \
     X(ggml_mul_mat_id)                                                                                                 \
     X(ggml_view_1d)                                                                                                    \
+    X(ggml_custom_4d)                                                                                                  \
     X(ggml_new_graph)                                                                                                  \
     X(ggml_build_forward_expand)                                                                                       \
+    X(ggml_graph_size)                                                                                                 \
     X(ggml_graph_n_nodes)                                                                                              \
     X(ggml_graph_nodes)                                                                                                \
     X(ggml_set_output)                                                                                                 \
     X(ggml_backend_reg_count)                                                                                          \
     X(ggml_backend_reg_get)                                                                                            \
+    X(ggml_backend_reg_name)                                                                                           \
+    X(ggml_backend_reg_dev_count)                                                                                      \
+    X(ggml_backend_reg_dev_get)                                                                                        \
+    X(ggml_backend_reg_get_proc_address)                                                                               \
     X(ggml_backend_dev_by_type)                                                                                        \
+    X(ggml_backend_dev_name)                                                                                           \
+    X(ggml_backend_dev_type)                                                                                           \
+    X(ggml_backend_dev_get_props)                                                                                      \
     X(ggml_backend_dev_init)                                                                                           \
+    X(ggml_backend_dev_buffer_type)                                                                                    \
     X(ggml_backend_dev_supports_op)                                                                                    \
     X(ggml_backend_dev_backend_reg)                                                                                    \
-    X(ggml_backend_reg_get_proc_address)                                                                               \
+    X(ggml_backend_name)                                                                                               \
+    X(ggml_backend_get_device)                                                                                         \
     X(ggml_backend_graph_compute)                                                                                      \
     X(ggml_backend_free)                                                                                               \
+    X(ggml_backend_buft_name)                                                                                          \
     X(ggml_backend_buft_is_host)                                                                                       \
-    X(ggml_backend_buffer_init)                                                                                        \
+    X(ggml_backend_buft_get_alignment)                                                                                 \
+    X(ggml_backend_buft_get_alloc_size)                                                                                \
+    X(ggml_backend_buft_get_device)                                                                                    \
     X(ggml_backend_buft_alloc_buffer)                                                                                  \
+    X(ggml_backend_buffer_init)                                                                                        \
+    X(ggml_backend_buffer_get_base)                                                                                    \
+    X(ggml_backend_buffer_get_size)                                                                                    \
+    X(ggml_backend_buffer_get_type)                                                                                    \
+    X(ggml_backend_buffer_free)                                                                                        \
     X(ggml_backend_cpu_buffer_type)                                                                                    \
     X(ggml_backend_cpu_buffer_from_ptr)                                                                                \
     X(gguf_init_from_file)                                                                                             \
-    X(gguf_init_from_file_ptr)
+    X(gguf_init_from_file_ptr)                                                                                         \
+    X(gguf_write_to_file)                                                                                              \
+    X(gguf_free)                                                                                                       \
+    X(gguf_get_n_tensors)                                                                                              \
+    X(gguf_get_tensor_name)                                                                                            \
+    X(gguf_get_tensor_type)
+
+// Reads up to `length` bytes of a GGUF file at `offset`, and returns how many.
+using GgufReader = size_t (*)(void * data, void * output, uint64_t offset, size_t length);
 
 struct HostApi {
 #define X(name) decltype(&::name) name = nullptr;
     TERN_HOST_FUNCTIONS(X)
 #undef X
+
+    // What not every host has; declared here, as not every header has it either.
+    gguf_context * (*gguf_init_from_callback)(GgufReader reader, void * data, size_t max_chunk, uint64_t file_size,
+                                              gguf_init_params params) = nullptr;
+    bool (*gguf_write_to_file_ptr)(const gguf_context * context, FILE * file, bool only_meta) = nullptr;
+
+    std::string remark;  // what to tell the user about this host, if anything
 
     // Facts about this host that differ between versions.
     int api_version = 0;   // of the backend interface: 2 or 3

@@ -1,12 +1,9 @@
-// Writing into the host's table of types, which lies in memory that the loader has made read-only.
+// The table of our slots, and what each of them is to hold.
 #include "type_slots.h"
 
 #include "host_api.h"
 
-#include <cerrno>
 #include <cstring>
-#include <sys/mman.h>
-#include <unistd.h>
 
 namespace tern {
 
@@ -19,18 +16,18 @@ template <TypeId ID> void to_float(const void * data, float * weights, int64_t n
 struct Slot {
     uint32_t slot;
     uint32_t file_type;
-    const char * name;
+    const char * name;  // in llama.cpp's log, which calls a type that it does not know "unknown type NAME"
     ggml_to_float_t to_float;
-    bool special = false;
+    bool treated = false;
 };
 
 const Slot SLOTS[] = {
-    {SLOT_PQ2_0, TYPE_PQ2_0, "pq2_0", to_float<TYPE_PQ2_0>},
-    {SLOT_PTQ1_0, TYPE_PTQ1_0, "ptq1_0", to_float<TYPE_PTQ1_0>},
+    {SLOT_PQ2_0, TYPE_PQ2_0, "pq2_0 (of ggml-tern)", to_float<TYPE_PQ2_0>},
+    {SLOT_PTQ1_0, TYPE_PTQ1_0, "ptq1_0 (of ggml-tern)", to_float<TYPE_PTQ1_0>},
     {SLOT_Q2_0, TYPE_Q2_0, "q2_0", to_float<TYPE_Q2_0>},
     // What the bytes decode to is not what the model means, so nobody gets a function for it.
-    {SLOT_PQ2_0_SPECIAL, TYPE_PQ2_0, "pq2_0_special", nullptr, true},
-    {SLOT_PTQ1_0_SPECIAL, TYPE_PTQ1_0, "ptq1_0_special", nullptr, true},
+    {SLOT_PQ2_0_TREATED, TYPE_PQ2_0, "pq2_0 (of ggml-tern, rotated or relu2)", nullptr, true},
+    {SLOT_PTQ1_0_TREATED, TYPE_PTQ1_0, "ptq1_0 (of ggml-tern, rotated or relu2)", nullptr, true},
 };
 
 bool is_used(const Slot & slot) {
@@ -46,7 +43,7 @@ const Slot * find_slot(uint32_t slot) {
     return nullptr;
 }
 
-bool fill_slot(const Slot & slot, std::string & error) {
+bool add_slot(const Slot & slot, std::vector<MemoryPatch> & patches, std::string & error) {
     const auto * entry = host().ggml_get_type_traits(static_cast<ggml_type>(slot.slot));
     const TernaryType & type = *ternary_type(slot.file_type);
     if (entry->type_name != nullptr && std::strcmp(entry->type_name, slot.name) == 0 &&
@@ -58,30 +55,22 @@ bool fill_slot(const Slot & slot, std::string & error) {
                 (entry->type_name != nullptr ? entry->type_name : "unnamed") + "); a newer ggml-tern is needed";
         return false;
     }
-    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const uintptr_t first = reinterpret_cast<uintptr_t>(entry) & ~(page - 1);
-    const uintptr_t last = (reinterpret_cast<uintptr_t>(entry) + sizeof(*entry) - 1) & ~(page - 1);
-    const size_t length = last - first + page;
-    if (mprotect(reinterpret_cast<void *>(first), length, PROT_READ | PROT_WRITE) != 0) {
-        error =
-            std::string("this system does not let the table of types be changed: mprotect: ") + std::strerror(errno);
-        return false;
-    }
-    auto * writable = const_cast<ggml_type_traits *>(entry);
-    writable->type_name = slot.name;
-    writable->blck_size = type.block;
-    writable->type_size = static_cast<size_t>(type.block_bytes);
-    writable->is_quantized = true;
-    writable->to_float = slot.to_float;
-    mprotect(reinterpret_cast<void *>(first), length, PROT_READ);
+    ggml_type_traits filled = *entry;
+    filled.type_name = slot.name;
+    filled.blck_size = type.block;
+    filled.type_size = static_cast<size_t>(type.block_bytes);
+    filled.is_quantized = true;
+    filled.to_float = slot.to_float;
+    patches.push_back(
+        {const_cast<ggml_type_traits *>(entry), std::string(reinterpret_cast<const char *>(&filled), sizeof(filled))});
     return true;
 }
 
 }  // namespace
 
-bool fill_type_slots(std::string & error) {
+bool find_type_slots(std::vector<MemoryPatch> & patches, std::string & error) {
     for (const Slot & slot : SLOTS) {
-        if (is_used(slot) && !fill_slot(slot, error)) {
+        if (is_used(slot) && !add_slot(slot, patches, error)) {
             return false;
         }
     }
@@ -90,20 +79,25 @@ bool fill_type_slots(std::string & error) {
 
 uint32_t slot_of_file_type(uint32_t file_type) {
     for (const Slot & slot : SLOTS) {
-        if (slot.file_type == file_type && !slot.special && is_used(slot)) {
+        if (slot.file_type == file_type && !slot.treated && is_used(slot)) {
             return slot.slot;
         }
     }
     return file_type;
 }
 
-uint32_t special_slot_of_file_type(uint32_t file_type) {
+uint32_t treated_slot_of_file_type(uint32_t file_type) {
     for (const Slot & slot : SLOTS) {
-        if (slot.file_type == file_type && slot.special) {
+        if (slot.file_type == file_type && slot.treated) {
             return slot.slot;
         }
     }
     return 0;
+}
+
+uint32_t file_type_of(uint32_t type) {
+    const Slot * slot = find_slot(type);
+    return slot != nullptr ? slot->file_type : type;
 }
 
 bool is_our_slot(uint32_t type) {
@@ -111,13 +105,12 @@ bool is_our_slot(uint32_t type) {
 }
 
 const TernaryType * ternary_type_of(ggml_type type) {
-    const Slot * slot = find_slot(static_cast<uint32_t>(type));
-    return ternary_type(slot != nullptr ? slot->file_type : static_cast<uint32_t>(type));
+    return ternary_type(file_type_of(static_cast<uint32_t>(type)));
 }
 
-bool is_special(ggml_type type) {
+bool is_treated(ggml_type type) {
     const Slot * slot = find_slot(static_cast<uint32_t>(type));
-    return slot != nullptr && slot->special;
+    return slot != nullptr && slot->treated;
 }
 
 }  // namespace tern

@@ -3,35 +3,39 @@
 // GGUF files carry PQ2_0 and PTQ1_0 under the ids 142 and 143, beyond the end of ggml's table. Six ids inside the table
 // belong to types that were removed and are reserved for ever; inside the process our types live in five of them.
 //
-// PQ2_0 and PTQ1_0 have two slots each. The second is for special matrices: the bytes are the same, but a product with them
-// alone is not what the model means. Which treatment each of them needs is told by treatments.h; a matrix of a special type
-// whose treatment is not known is not computed.
+// PQ2_0 and PTQ1_0 have two slots each. The second is for matrices that need a treatment (model/models.h): the bytes are the
+// same, but a product with them alone is not what the model means.
 #pragma once
 
 #include "../format/ternary_types.h"
 #include "ggml.h"
+#include "memory_protection.h"
 
 #include <string>
+#include <vector>
 
 namespace tern {
 
 // Retired ids: Q4_0_4_4, Q4_0_4_8, IQ4_NL_4_8 and IQ4_NL_8_8 become ours; IQ4_NL_4_4 becomes Q2_0 where the host does not
 // know it (ggml < 0.20).
-constexpr uint32_t SLOT_PQ2_0_SPECIAL = 31;
-constexpr uint32_t SLOT_PTQ1_0_SPECIAL = 32;
+constexpr uint32_t SLOT_PQ2_0_TREATED = 31;
+constexpr uint32_t SLOT_PTQ1_0_TREATED = 32;
 constexpr uint32_t SLOT_Q2_0 = 36;
 constexpr uint32_t SLOT_PQ2_0 = 37;
 constexpr uint32_t SLOT_PTQ1_0 = 38;
 
-// Fills the slots. Returns false and a line that says why when a slot is not retired in this host or cannot be written.
-// Calling it again does nothing.
-bool fill_type_slots(std::string & error);
+// Adds what is to be written to fill the slots: nothing for those that are filled already. Returns false and a line that says why
+// when one of them is not retired in this host.
+bool find_type_slots(std::vector<MemoryPatch> & patches, std::string & error);
 
 // The id inside the process for an id in a file; the same id where nothing changes.
 uint32_t slot_of_file_type(uint32_t file_type);
 
 // The id for a matrix that needs a treatment, or 0 where that cannot be had.
-uint32_t special_slot_of_file_type(uint32_t file_type);
+uint32_t treated_slot_of_file_type(uint32_t file_type);
+
+// The id in a file for one in this process.
+uint32_t file_type_of(uint32_t type);
 
 // Whether this id must not come from a file, because it is a slot of ours.
 bool is_our_slot(uint32_t type);
@@ -40,6 +44,6 @@ bool is_our_slot(uint32_t type);
 const TernaryType * ternary_type_of(ggml_type type);
 
 // Whether a tensor of this type needs a treatment.
-bool is_special(ggml_type type);
+bool is_treated(ggml_type type);
 
 }  // namespace tern

@@ -43,31 +43,32 @@ def padded(data: bytes, payload: int, alignment: int = 32) -> bytes:
     return data + bytes(-len(data) % alignment) + bytes(payload)
 
 
+def _text(value: str) -> bytes:
+    return struct.pack("<I", 8) + string(value)
+
+
+def _texts(*values: str) -> bytes:
+    return struct.pack("<IIQ", 9, 8, len(values)) + b"".join(map(string, values))
+
+
 def rotated(**changes: bytes | None) -> bytes:
     """A file with rotated weights; `changes` replaces keys of the contract, or leaves them out."""
-
-    def text(value: str) -> bytes:
-        return struct.pack("<I", 8) + string(value)
-
-    def texts(*values: str) -> bytes:
-        return struct.pack("<IIQ", 9, 8, len(values)) + b"".join(map(string, values))
-
     signs = bytes(1 if i % 3 else 255 for i in range(128))
     contract = {
         "version": struct.pack("<II", 4, 2),
         "block_size": struct.pack("<II", 4, 128),
-        "transform": text("normalized-sylvester-walsh-hadamard"),
-        "axis": text("input-last-dimension"),
-        "sign_mode": text("explicit"),
+        "transform": _text("normalized-sylvester-walsh-hadamard"),
+        "axis": _text("input-last-dimension"),
+        "sign_mode": _text("explicit"),
         "sign_widths": struct.pack("<IIQi", 9, 5, 1, 128),
         "sign_values": struct.pack("<IIQ", 9, 1, 128) + signs,
-        "weight_names": texts("blk.0.ssm_out.weight"),
-        "inverse_weight_names": texts("token_embd.weight"),
+        "weight_names": _texts("blk.0.ssm_out.weight"),
+        "inverse_weight_names": _texts("token_embd.weight"),
         "tied_output": struct.pack("<IB", 7, 1),
         "gdn_v_grouped": struct.pack("<IB", 7, 1),
         **changes,
     }
-    keys = [string("general.architecture") + text("qwen35")]
+    keys = [string("general.architecture") + _text("qwen35")]
     keys += [key(f"qwen35.ssm.{name}", 4, struct.pack("<I", n)) for name, n in RANKS.items()]
     keys += [
         string(f"prism.hadamard.{name}") + value for name, value in contract.items() if value is not None
@@ -77,6 +78,26 @@ def rotated(**changes: bytes | None) -> bytes:
         tensor("token_embd.weight", (128, 2), PQ2_0, 64),
     ]
     return padded(header(keys, tensors), 132)
+
+
+def rotated_alike(n_tensors: int, width: int) -> bytes:
+    """A header alone whose names all want the same vector of signs."""
+    names = [f"blk.{i}.ffn_up.weight" for i in range(n_tensors)]
+    contract = {
+        "version": struct.pack("<II", 4, 1),
+        "block_size": struct.pack("<II", 4, 128),
+        "transform": _text("normalized-sylvester-walsh-hadamard"),
+        "axis": _text("input-last-dimension"),
+        "sign_mode": _text("explicit"),
+        "sign_widths": struct.pack("<IIQI", 9, 4, 1, width),
+        "sign_values": struct.pack("<IIQ", 9, 1, width) + b"\x01\xff" * (width // 2),
+        "weight_names": _texts(*names),
+    }
+    keys = [string("general.architecture") + _text("llama")]
+    keys += [string(f"prism.hadamard.{name}") + value for name, value in contract.items()]
+    step = -(-width // 128 * 34 // 32) * 32
+    tensors = [tensor(name, (width, 1), PQ2_0, i * step) for i, name in enumerate(names)]
+    return padded(header(keys, tensors), 0)
 
 
 def seeds() -> dict[str, bytes]:
@@ -108,6 +129,7 @@ def seeds() -> dict[str, bytes]:
         "rotated-identity": rotated(
             sign_mode=struct.pack("<I", 8) + string("identity"), sign_widths=None, sign_values=None
         ),
+        "rotated-alike": rotated_alike(32, 1024),
         "twice": padded(header([architecture, architecture], [pq2]), 68),
     }
 

@@ -2,9 +2,9 @@
 #include "weight_layout.h"
 
 #include "../cpu/dense_tiles.h"
-#include "machine_memory.h"
+#include "../format/gguf_header.h"
+#include "../host/machine_memory.h"
 
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -33,21 +33,15 @@ std::optional<TileLayout> named_layout() {
     return named;
 }
 
-std::atomic<TileLayout> g_chosen{TileLayout::FAST};
-
-// About how many bytes all tensors take, the ternary ones in this layout. As a double, which no header makes overflow.
-double bytes_in(const GgufHeader & header, TileLayout layout) {
+// About how many bytes all weights take, the ternary ones in this layout.
+double bytes_in(const Model & model, TileLayout layout) {
     double total = 0;
-    for (const GgufTensor & tensor : header.tensors) {
-        double n = 1;
-        for (const uint64_t size : tensor.shape) {
-            n *= static_cast<double>(size);
-        }
-        if (const TernaryType * type = ternary_type(tensor.type)) {
+    for (const auto & [id, n] : model.n_weights) {
+        if (const TernaryType * type = ternary_type(id)) {
             const double scale_bits = 16.0 / tile_group(*type);
             total +=
                 n / 8 * ((is_dense(*type, layout) ? 8.0 * DENSE_WORDS * 2 / DENSE_GROUP / TILE_ROWS : 2) + scale_bits);
-        } else if (const TensorTypeInfo * other = tensor_type_info(tensor.type)) {
+        } else if (const TensorTypeInfo * other = tensor_type_info(id)) {
             total += n / other->block * other->block_bytes;
         }
     }
@@ -57,29 +51,36 @@ double bytes_in(const GgufHeader & header, TileLayout layout) {
 // A model needs more than its weights: a sixteenth of them, for a small context and the process.
 constexpr double MARGIN = 1.0625;
 
-}  // namespace
-
-void choose_layout(const char * name, const GgufHeader & header) {
-    if (named_layout()) {
-        return;
-    }
-    const double fast = bytes_in(header, TileLayout::FAST);
-    const double dense = bytes_in(header, TileLayout::DENSE);
+// Whether there is no memory for the fast layout, and the dense one takes less.
+bool must_be_dense(const Model & model) {
+    const double fast = bytes_in(model, TileLayout::FAST);
+    const double dense = bytes_in(model, TileLayout::DENSE);
     const auto free = static_cast<double>(machine_memory().free);
     const bool is_short = dense < fast && MARGIN * fast > free;
-    g_chosen = is_short ? TileLayout::DENSE : TileLayout::FAST;
     if (is_short) {
         constexpr double MB = 1e6;
         std::fprintf(
             stderr,
             "ggml-tern: %s: of %.0f MB free memory its weights take %.0f MB in the dense layout, which is slower "
             "than the fast one of %.0f MB (TERN_LAYOUT=fast or dense decides otherwise)\n",
-            name, free / MB, dense / MB, fast / MB);
+            model.name.c_str(), free / MB, dense / MB, fast / MB);
     }
+    return is_short;
 }
 
-TileLayout chosen_layout() {
-    return named_layout().value_or(g_chosen);
+}  // namespace
+
+TileLayout layout_of_model(Model * model) {
+    if (const auto named = named_layout()) {
+        return *named;
+    }
+    if (model == nullptr) {
+        return TileLayout::FAST;
+    }
+    if (!model->dense) {
+        model->dense = must_be_dense(*model);
+    }
+    return *model->dense ? TileLayout::DENSE : TileLayout::FAST;
 }
 
 }  // namespace tern

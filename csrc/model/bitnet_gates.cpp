@@ -1,18 +1,11 @@
 // Reading the keys of a BitNet, and finding what stands between its gates and squared ReLU.
 #include "bitnet_gates.h"
 
-#include "type_slots.h"
-
-#include <atomic>
-
 namespace tern {
 
 namespace {
 
 constexpr const char * ACTIVATION_KEY = "bitnet.hidden_activation";
-
-// Whether a model with squared ReLU was ever loaded: LoRA adapters are read after their model.
-std::atomic<bool> g_any_squared_relu{false};
 
 // Whether the name is blk.N and `end`.
 bool is_in_block(std::string_view name, std::string_view end) {
@@ -20,9 +13,10 @@ bool is_in_block(std::string_view name, std::string_view end) {
     return name.substr(0, 4) == "blk." && dot != std::string_view::npos && name.substr(dot) == end;
 }
 
-bool is_later_part(const GgufHeader & header) {
-    const GgufValue * number = header.find("split.no");
-    return number != nullptr && number->bytes.find_first_not_of('\0') != std::string_view::npos;
+}  // namespace
+
+bool is_gate(const GgufTensor & tensor) {
+    return is_in_block(tensor.name, ".ffn_gate.weight");
 }
 
 bool wants_squared_relu(const GgufHeader & header) {
@@ -38,10 +32,9 @@ bool wants_squared_relu(const GgufHeader & header) {
     return activation == "relu2";
 }
 
-// What keeps the gates from squared ReLU, or nothing.
-std::string find_obstacle(const GgufHeader & header) {
+std::string obstacle_to_squared_relu(const GgufHeader & header, const ProcessTypes & types) {
     for (const GgufTensor & tensor : header.tensors) {
-        if (is_gate(tensor) && special_slot_of_file_type(tensor.type) == 0) {
+        if (is_gate(tensor) && types.treated(tensor.type) == 0) {
             const TensorTypeInfo * type = tensor_type_info(tensor.type);
             return std::string(tensor.name) + " is " + (type != nullptr ? type->name : "of another type");
         }
@@ -53,8 +46,7 @@ std::string find_obstacle(const GgufHeader & header) {
 }
 
 void refuse_adapter_of_gates(const GgufHeader & header) {
-    if (!g_any_squared_relu || header.text("general.type") != "adapter" ||
-        header.text("general.architecture") != "bitnet") {
+    if (header.text("general.type") != "adapter" || header.text("general.architecture") != "bitnet") {
         return;
     }
     for (const GgufTensor & tensor : header.tensors) {
@@ -63,26 +55,6 @@ void refuse_adapter_of_gates(const GgufHeader & header) {
                               "merge it with ternconv --lora");
         }
     }
-}
-
-}  // namespace
-
-bool is_gate(const GgufTensor & tensor) {
-    return is_in_block(tensor.name, ".ffn_gate.weight");
-}
-
-bool gates_have_squared_relu(const GgufHeader & header, std::string & obstacle) {
-    thread_local bool wanted = false;
-    if (!is_later_part(header)) {
-        wanted = wants_squared_relu(header);
-    }
-    if (!wanted) {
-        refuse_adapter_of_gates(header);
-        return false;
-    }
-    obstacle = find_obstacle(header);
-    g_any_squared_relu = g_any_squared_relu || obstacle.empty();
-    return obstacle.empty();
 }
 
 }  // namespace tern
