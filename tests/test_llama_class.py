@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from typing import Any
 import openai
 import pytest
 
+import build_llama_cpp
 import ggml_tern
+from ggml_tern.host.stock import LLAMA_LIBRARY_VARIABLE, llama_cpp_dir
 from llama_server import TINY, free_port
 
 # Everything here that runs a model does so in a process of its own: which modules are loaded matters.
@@ -131,6 +134,59 @@ from ggml_tern import *
         assert done.returncode == 0, done.stderr
         assert "llama-cpp-python is not installed" in done.stdout and "pip install" in done.stdout
         assert len(done.stdout.splitlines()) == 1
+
+
+# ---- a llama.cpp whose backends are files of their own ----
+
+CPU_BACKEND = """
+#include "ggml-backend.h"
+ggml_backend_reg_t ggml_backend_cpu_reg(void);
+__attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
+    return ggml_backend_cpu_reg();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def dynamic_backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a llama.cpp as GGML_BACKEND_DL makes it: a libggml with no backend, and one beside it."""
+    folder = tmp_path_factory.mktemp("dynamic")
+    for file in llama_cpp_dir().glob("lib*.so*"):
+        if file.name != "libggml.so.0":
+            (folder / file.name).symlink_to(file)
+    ggml = build_llama_cpp.Layout.from_environment().source / "ggml"
+    include = [f"-I{ggml}/include", f"-I{ggml}/src"]
+    link = ["-shared", "-fPIC", f"-L{folder}", "-Wl,-rpath,$ORIGIN"]
+    registry = [str(ggml / "src" / name) for name in ("ggml-backend-reg.cpp", "ggml-backend-dl.cpp")]
+    cxx = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-DNDEBUG", "-DGGML_BACKEND_DL"]
+    out = ["-Wl,-soname,libggml.so.0", "-o", str(folder / "libggml.so.0"), "-l:libggml-base.so.0"]
+    subprocess.run([*cxx, *include, *link, *registry, *out], check=True)
+    cc = [*os.environ.get("CC", "cc").split(), *include, *link, "-x", "c", "-", "-x", "none"]
+    out = ["-o", str(folder / "libggml-cpu.so"), "-l:libggml-cpu.so.0", "-l:libggml-base.so.0"]
+    subprocess.run([*cc, *out], input=CPU_BACKEND, text=True, check=True)
+    return folder
+
+
+def test_backends_are_looked_for_beside_libllama(
+    dynamic_backends: Path, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the working directory is; llama.cpp itself looks there, and beside the program."""
+    monkeypatch.setenv(LLAMA_LIBRARY_VARIABLE, str(dynamic_backends))
+    monkeypatch.chdir(tmp_path)
+    assert answer("from ggml_tern import Llama\n" + GREEDY) == expected
+
+
+def test_no_backend_beside_libllama(
+    dynamic_backends: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for file in dynamic_backends.iterdir():
+        if file.name != "libggml-cpu.so":
+            (tmp_path / file.name).symlink_to(file)
+    monkeypatch.setenv(LLAMA_LIBRARY_VARIABLE, str(tmp_path))
+    done = python("import ggml_tern\nggml_tern.enable()")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ggml_tern.errors.TernError: {tmp_path}/libllama.so: "), done.stderr
+    assert f"none for this processor is in {tmp_path}" in last
 
 
 # ------------------------------------------------------------------------------------------------------------
