@@ -603,7 +603,10 @@ def test_summary(tmp_path: Path) -> None:
     # Ternarizing Gaussian weights loses about a fifth of their energy and zeroes just under half of them.
     assert 40 < float(rows["ffn_up"][6].rstrip("%")) < 60
     assert 0.15 < float(rows["ffn_up"][7]) < 0.25
-    assert result.stdout.rstrip().endswith(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+    *_, size, verdict, step = result.stdout.splitlines()
+    assert size == f"{output}: {output.stat().st_size / 1e6:.1f} MB"
+    assert verdict.startswith("verdict: will not write sense: 14 of 14 ternary tensors were made so")
+    assert step == "next: the same again with --type auto or --type q8_0"
 
 
 def test_errors_are_one_line_and_exit_code_1(tmp_path: Path) -> None:

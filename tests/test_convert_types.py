@@ -126,7 +126,7 @@ def test_what_is_not_ternary_is_told(tmp_path: Path) -> None:
     model = llama_dir(tmp_path / "model")
     report = convert(model, tmp_path / "out.gguf", TypeChoice(PTQ1_0))
     (line,) = ternary_notes(report)
-    assert line.startswith("ternarized: 14 of 14 ternary tensors, blk.0.attn_q.weight")
+    assert line.startswith("made ternary, which they were not: 14 of 14 ternary tensors, blk.0.attn_q.weight")
     with pytest.raises(TernError, match="without loss"):
         convert(model, tmp_path / "again.gguf", TypeChoice(PTQ1_0, lossless=True))
 
@@ -270,7 +270,8 @@ def test_zeros_are_told(tmp_path: Path) -> None:
     assert "nothing but zeros in blk.1.attn_v.weight" in empty
     assert "in blk.0.ffn_up.weight" in unusual
     done = CliRunner().invoke(ternconv, ["--force", str(model), str(tmp_path / "out.gguf")])
-    assert done.exit_code == 0 and done.output.count("warning: ") == 2
+    # The third says that the model, of random weights, was not trained ternary.
+    assert done.exit_code == 0 and done.output.count("warning: ") == 3
 
 
 # ---- GGUF as the source ----

@@ -47,8 +47,8 @@ Examples
       From a GGUF file instead of a checkpoint.
 
 Rounding a model that was not trained ternary to three values destroys it;
-ternconv does so if a ternary --type is asked for, and the summary shows the
-error. --type auto leaves such matrices in Q8_0. Run the result with any stock
+ternconv does so if a ternary --type is asked for, and the verdict at the end
+says so. --type auto leaves such matrices in Q8_0. Run the result with any stock
 llama.cpp program through `tern run`, as in `tern run llama-server -m llama.gguf`.
 
 Exit codes: 0 done, 1 an error told in one line, 2 wrong usage, 130 interrupted.

@@ -39,6 +39,7 @@ class Report:
         output: the file, `size` bytes long.
         targets: its tensors in file order, with what quantizing each cost in `stats`.
         notes: one line for each thing that the user should know.
+        chats: whether it holds a chat template, as models do that answer and do not only go on with a text.
     """
 
     output: Path
@@ -46,6 +47,7 @@ class Report:
     stats: list[Stats] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     size: int = 0
+    chats: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def write(
     n_threads = n_threads or len(os.sched_getaffinity(0))
     with OutputFile(output, model.arch, replace=force) as file:
         report.notes += model.add_metadata(file.metadata)
+        report.chats = any(gguf.Keys.Tokenizer.CHAT_TEMPLATE in part for part in file.metadata.kv_data)
         if conversion.rotations:
             names = [target.spec.name for target in targets]
             add_rotation_keys(file.metadata, conversion.rotations, names)

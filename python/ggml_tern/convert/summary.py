@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,6 +14,7 @@ from ggml_tern.convert.model.architectures import Role
 from ggml_tern.convert.pipeline import Report
 from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Stats
+from ggml_tern.convert.verdict import Judgement, Outcome, judge
 from ggml_tern.tensors.names import kind_name, printable
 from ggml_tern.tensors.types import F32, TensorType
 
@@ -51,13 +53,37 @@ def print_summary(report: Report, console: Console) -> None:
         table.add_row(Text(printable(name)), type_name, *_cells(members))
     console.print(table)
     console.print()
-    for warning in smells(report):
-        console.print(f"warning: {printable(warning)}", highlight=False, soft_wrap=True, markup=False)
-    for note in [*ternary_notes(report), *fallback_notes(report.targets), *report.notes]:
-        console.print(f"note: {printable(note)}", highlight=False, soft_wrap=True, markup=False)
-    console.print(
-        f"{report.output}: {report.size / 1e6:.1f} MB", highlight=False, soft_wrap=True, markup=False
-    )
+    judgement = judge(everything)
+    lines = [f"warning: {warning}" for warning in [*smells(report), *_warnings(judgement)]]
+    notes = [*ternary_notes(report), *fallback_notes(report.targets), *report.notes]
+    lines += [f"note: {note}" for note in notes]
+    lines += [f"{report.output}: {report.size / 1e6:.1f} MB", f"verdict: {judgement.line}"]
+    if step := next_step(report, judgement):
+        lines.append(f"next: {step}")
+    for line in lines:
+        console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+
+
+def _warnings(judgement: Judgement) -> list[str]:
+    if judgement.outcome is not Outcome.NONSENSE:
+        return []
+    return [
+        "the model was not trained ternary, and made ternary it writes noise; --type auto leaves in 8 bits "
+        "what is not ternary, --type q8_0 everything"
+    ]
+
+
+def next_step(report: Report, judgement: Judgement) -> str:
+    """What to do with the file; nothing for one that is broken."""
+    if judgement.outcome is Outcome.NONSENSE:
+        return "the same again with --type auto or --type q8_0"
+    if _empty(report):
+        return ""
+    output = shlex.quote(str(report.output))
+    if report.chats:
+        return f"tern chat {output}"
+    # A model that is not made for a chat goes on with a text.
+    return f"tern run llama-completion -no-cnv -m {output} -n 60 -p 'Once upon a time'"
 
 
 def _cells(members: Iterable[tuple[Target, Stats]]) -> tuple[str, ...]:
@@ -110,22 +136,23 @@ def ternary_notes(report: Report) -> list[str]:
             f"largest relative error {worst:.1e}"
         )
     if made:
-        lines.append(f"ternarized: {len(made)} of {len(pairs)} ternary tensors, {_some(made)}")
+        lines.append(
+            f"made ternary, which they were not: {len(made)} of {len(pairs)} ternary tensors, {_some(made)}"
+        )
     return lines
 
 
 def smells(report: Report) -> list[str]:
     """Warnings about weights that look wrong: broken uploads are full of zeros."""
-    empty, unusual = [], []
-    for target, stats in zip(report.targets, report.stats, strict=True):
-        if target.spec.role is Role.VECTOR:
-            continue
-        if stats.zeros == stats.n:
-            empty.append(target)
-        elif target.type.is_ternary and not _USUAL_ZEROS[0] <= stats.zeros / stats.n <= _USUAL_ZEROS[1]:
-            unusual.append(target)
+    unusual = [
+        target
+        for target, stats in zip(report.targets, report.stats, strict=True)
+        if target.type.is_ternary
+        and stats.zeros < stats.n
+        and not _USUAL_ZEROS[0] <= stats.zeros / stats.n <= _USUAL_ZEROS[1]
+    ]
     lines = []
-    if empty:
+    if empty := _empty(report):
         lines.append(f"nothing but zeros in {_some(empty)}; the checkpoint is broken perhaps")
     if unusual:
         low, high = (f"{100 * share:.0f}" for share in _USUAL_ZEROS)
@@ -134,6 +161,15 @@ def smells(report: Report) -> list[str]:
             "weights"
         )
     return lines
+
+
+def _empty(report: Report) -> list[Target]:
+    """The matrices that hold nothing but zeros."""
+    return [
+        target
+        for target, stats in zip(report.targets, report.stats, strict=True)
+        if target.spec.role is not Role.VECTOR and stats.zeros == stats.n
+    ]
 
 
 def _some(targets: list[Target]) -> str:

@@ -25,6 +25,7 @@ from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Stats, encode
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.convert.rotate.rotated_ternary import Fold, folded, unit_roundoff
+from ggml_tern.convert.verdict import judge
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource, GGUFTensor
 from ggml_tern.tensors.names import printable
@@ -54,17 +55,24 @@ class Finding:
     """One tensor.
 
     Attributes:
-        name, type_name: its name and type in the file.
+        target: the tensor and its type in the file.
         verdict: how it stands to its source.
         stats: what quantizing the source costs; relative_error is that of the recomputed tensor.
         first_difference: for a different one, the row in which the file first differs.
     """
 
-    name: str
-    type_name: str
+    target: Target
     verdict: Verdict
     stats: Stats
     first_difference: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.target.spec.name
+
+    @property
+    def type_name(self) -> str:
+        return self.target.type.name
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -144,8 +152,8 @@ def _compare(
         tried = Target(target.spec, target.type, group=group)
         stats, difference = _recompute(tried, sources, tensor.blocks, pool, n_threads)
         if difference is None:
-            return Finding(tensor.name, target.type.name, _verdict(stats), stats)
-        finding = finding or Finding(tensor.name, target.type.name, Verdict.DIFFERENT, stats, difference)
+            return Finding(tried, _verdict(stats), stats)
+        finding = finding or Finding(tried, Verdict.DIFFERENT, stats, difference)
     assert finding is not None
     return finding
 
@@ -201,7 +209,7 @@ def _recompute(
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Print a line for every tensor and how many there are of each verdict."""
+    """Print a line for every tensor, how many there are of each verdict, and what that makes of the model."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("tensor", "type", "verdict", "rel. error"):
         table.add_column(title, no_wrap=True, justify="right" if title == "rel. error" else "left")
@@ -217,3 +225,8 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
     counts = Counter(finding.verdict for finding in findings)
     parts = [f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]]
     console.print(f"{len(findings)} tensors: {', '.join(parts)}", highlight=False, soft_wrap=True)
+    # Of a tensor that differs, or stands rotated for plain weights, the error is not known.
+    unknown = (Verdict.DIFFERENT, Verdict.ROUNDED)
+    if not any(finding.verdict in unknown for finding in findings):
+        judgement = judge((finding.target, finding.stats) for finding in findings)
+        console.print(f"verdict: {judgement.line}", highlight=False, soft_wrap=True)

@@ -97,8 +97,8 @@ def repack(
     check_output(output, source.files(), force)
     if not any(tensor.is_ternary for tensor in source.tensors.values()):
         raise TernError(
-            f"{source.path}: holds no ternary tensor, so there is nothing to repack; "
-            "`ternconv` makes a ternary model of it"
+            f"{source.path}: holds no ternary tensor, so there is nothing to repack; if the model was "
+            "trained ternary, `ternconv --type auto` packs it"
         )
     if source.is_rotated and target not in ROTATED_TYPES:
         raise TernError(
