@@ -126,6 +126,11 @@ def verify(
                 raise TernError(
                     f"{tensor.where} has shape {list(tensor.shape)}; {path} makes it {list(spec.shape)}"
                 )
+            if tensor.type == _core.TYPE_I2_S:
+                raise TernError(
+                    f"{tensor.where}: is I2_S, which only bitnet.cpp writes; give the file that was made of "
+                    "it, and this one as its source"
+                )
             sources = model.sources[spec.name]
             stored, rotation = model.rotations.get(spec.name), rotations.get(spec.name)
             if stored != rotation:

@@ -11,10 +11,8 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from typing import Any
 
-import gguf
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +20,10 @@ from rich.text import Text
 
 from ggml_tern import _core
 from ggml_tern.errors import TernError
+from ggml_tern.gguf import bitnet
+from ggml_tern.gguf.architectures import STOCK_ARCHITECTURES, is_embedding_model, writes_no_text
 from ggml_tern.gguf.digest import canonical_blocks
+from ggml_tern.gguf.model_file import why_no_model
 from ggml_tern.gguf.reader import HADAMARD, ROTATED_TYPES, GGUFSource, GGUFTensor
 from ggml_tern.tensors.names import kind_name, printable
 from ggml_tern.wrapping import print_wrapped, whole
@@ -179,14 +180,24 @@ def _runs(source: GGUFSource) -> dict[str, Any]:
     stock = plugin = True
     notes: list[str] = []
     repack = f"`tern repack {shlex.quote(str(source.path))} OUT.gguf --type pq2_0`"
-    if source.architecture is None:
+    no_model = why_no_model(source.metadata, len(source.tensors))
+    if no_model is not None:
         stock = plugin = False
-        notes.append("it names no general.architecture, so it is no model that llama.cpp could load")
-    elif source.architecture not in gguf.MODEL_ARCH_NAMES.values():
+        notes.append(f"it is {no_model[0]}; {no_model[1]}")
+    elif source.architecture in bitnet.FOREIGN_ARCHITECTURES:
+        stock = plugin = False
         notes.append(
-            f"gguf-py {version('gguf')} does not know the architecture {printable(source.architecture)}; "
-            "your llama.cpp may not either"
+            f"only bitnet.cpp knows the architecture {source.architecture}; tern repack and ternconv write "
+            f"it as {bitnet.ARCHITECTURE}"
         )
+    elif source.architecture not in STOCK_ARCHITECTURES:
+        stock = plugin = False
+        notes.append(
+            f"the llama.cpp that ggml-tern comes with does not know the architecture "
+            f"{printable(source.architecture or '')}; a newer one may"
+        )
+    elif purpose := writes_no_text(source.metadata):
+        notes.append(f"it is {purpose}")
     if source.is_legacy:
         stock = False
         notes.append(
@@ -195,12 +206,20 @@ def _runs(source: GGUFSource) -> dict[str, Any]:
         )
     if _core.TYPE_I2_S in types:
         stock = plugin = False
-        notes.append(f"I2_S is a type of bitnet.cpp only; {repack}")
+        notes.append(f"I2_S is a type of bitnet.cpp only; {_way_out_of_i2_s(source, repack)}")
     if ours := [name for name in ("PQ2_0", "PTQ1_0") if getattr(_core, f"TYPE_{name}") in types]:
         stock = False
         notes.append(f"llama.cpp does not know {' and '.join(ours)}; the plug-in adds them")
     if _core.TYPE_Q2_0 in types:
         notes.append("Q2_0 needs ggml 0.20 or newer, or the plug-in")
+    if bitnet.has_squared_relu(source.metadata):
+        stock = False
+        by_name = {name: tensor.type for name, tensor in source.tensors.items()}
+        spoiled = bitnet.notes_on_squared_relu(by_name)
+        plugin = plugin and not spoiled
+        notes += spoiled or [
+            "llama.cpp computes SiLU where this model has squared ReLU; the plug-in mends that"
+        ]
     if source.is_rotated:
         stock = False
         error = _rotation_error(source)
@@ -209,9 +228,19 @@ def _runs(source: GGUFSource) -> dict[str, Any]:
         if error is not None:
             notes.append(f"the plug-in refuses it: {error}")
     if plugin:
-        path = shlex.quote(str(source.parts[0].path))
+        path = shlex.quote(str(source.first))
+        if is_embedding_model(source.metadata):
+            path += " --embeddings"
         notes.append(f"`tern run llama-server -m {path}`" if not stock else f"`llama-server -m {path}`")
     return {"stock": stock, "plugin": plugin, "notes": notes}
+
+
+def _way_out_of_i2_s(source: GGUFSource, repack: str) -> str:
+    """What makes a file that runs of one with I2_S."""
+    if all(tensor.has_fp16_scale for tensor in source.tensors.values() if tensor.type == _core.TYPE_I2_S):
+        return repack
+    path = shlex.quote(str(source.path))
+    return f"`ternconv {path} OUT.gguf`, which rounds its scales to fp16"
 
 
 def _json_value(value: Any) -> Any:

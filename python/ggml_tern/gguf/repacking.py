@@ -3,7 +3,7 @@ rotated model's weights in the plain basis, in F16 or F32.
 
 All metadata and all other tensors are copied byte for byte; of the header only types, offsets and
 general.file_type change, and where weights become plain, the keys of their rotation go. The parts of a split
-model become one file.
+model become one file, and the architectures that only bitnet.cpp knows llama.cpp's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ggml_tern import _core
 from ggml_tern.atomic_file import AtomicFile, EarlySync, check_output
 from ggml_tern.errors import TernError
-from ggml_tern.gguf import i2_s
+from ggml_tern.gguf import bitnet, i2_s
 from ggml_tern.gguf.reader import (
     HADAMARD,
     LEGACY_NOTE,
@@ -106,7 +106,11 @@ def repack(
             "use --type pq2_0 or --type ptq1_0, or --unrotate for plain weights in F16"
         )
     report = Report(output, source, {name: _fitting(t, target) for name, t in source.tensors.items()})
+    if source.architecture in bitnet.FOREIGN_ARCHITECTURES:
+        bitnet.check_foreign(source)
     report.notes = _notes(report, target)
+    if bitnet.has_squared_relu(source.metadata):
+        report.notes += bitnet.notes_on_squared_relu(report.types)
     _write(report, force, n_threads, start, advance)
     return report
 
@@ -190,6 +194,8 @@ def _notes_on_source(source: GGUFSource) -> list[str]:
     notes: list[str] = []
     if source.is_legacy:
         notes.append(LEGACY_NOTE)
+    if source.architecture in bitnet.FOREIGN_ARCHITECTURES:
+        notes.append(bitnet.renaming_note(source.architecture))
     if len(source.parts) > 1:
         notes.append(f"joined the {len(source.parts)} parts of the model")
     return notes
@@ -221,6 +227,8 @@ def _header(report: Report, sizes: Sequence[int], alignment: int) -> bytes:
     if report.plain:
         dropped |= {name for name in first.header["key_extents"] if name.startswith(HADAMARD)}
     keys = [_key_bytes(first, name, report) for name in first.header["key_extents"] if name not in dropped]
+    if report.source.architecture in bitnet.FOREIGN_ARCHITECTURES:
+        keys.append(_text_key(bitnet.ACTIVATION_KEY, bitnet.SQUARED_RELU))
     table: list[bytes] = []
     offset = 0
     for tensor, size in zip(report.source.tensors.values(), sizes, strict=True):
@@ -236,11 +244,26 @@ def _header(report: Report, sizes: Sequence[int], alignment: int) -> bytes:
 def _key_bytes(part: Part, name: str, report: Report) -> bytes:
     begin, end = part.header["key_extents"][name]
     raw = part.data[begin:end].tobytes()
+    architecture = report.source.architecture or ""
+    if architecture in bitnet.FOREIGN_ARCHITECTURES:
+        if name == "general.architecture":
+            return _text_key(name, bitnet.ARCHITECTURE)
+        raw = _text(bitnet.stock_key(name, architecture)) + raw[len(_text(name)) :]
     # Value type u32, then the value; another type is none that llama.cpp reads.
     if name == "general.file_type" and raw[-8:-4] == struct.pack("<I", 4):
         file_type = _file_type(report)
         return raw if file_type is None else raw[:-4] + struct.pack("<I", file_type)
     return raw
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _text_key(name: str, value: str) -> bytes:
+    """A key whose value is a string."""
+    return _text(name) + struct.pack("<I", 8) + _text(value)
 
 
 def _file_type(report: Report) -> int | None:

@@ -30,7 +30,7 @@ class TensorType:
         return n_in // self.block * self.nbytes
 
 
-def _ternary(type_id: int) -> TensorType:
+def _by_core(type_id: int) -> TensorType:
     return TensorType(_core.type_name(type_id), type_id, _core.block_size(type_id), _core.type_size(type_id))
 
 
@@ -39,11 +39,11 @@ def _stock(qtype: gguf.GGMLQuantizationType) -> TensorType:
     return TensorType(qtype.name, int(qtype), block, nbytes)
 
 
-PTQ1_0 = _ternary(_core.TYPE_PTQ1_0)
-PQ2_0 = _ternary(_core.TYPE_PQ2_0)
-Q2_0 = _ternary(_core.TYPE_Q2_0)
-TQ2_0 = _ternary(_core.TYPE_TQ2_0)
-TQ1_0 = _ternary(_core.TYPE_TQ1_0)
+PTQ1_0 = _by_core(_core.TYPE_PTQ1_0)
+PQ2_0 = _by_core(_core.TYPE_PQ2_0)
+Q2_0 = _by_core(_core.TYPE_Q2_0)
+TQ2_0 = _by_core(_core.TYPE_TQ2_0)
+TQ1_0 = _by_core(_core.TYPE_TQ1_0)
 Q8_0 = _stock(gguf.GGMLQuantizationType.Q8_0)
 Q5_0 = _stock(gguf.GGMLQuantizationType.Q5_0)
 Q4_0 = _stock(gguf.GGMLQuantizationType.Q4_0)
@@ -81,8 +81,6 @@ FILE_TYPES = {
 
 
 def type_by_id(type_id: int) -> TensorType:
-    """The type with that id in a GGUF file. Raises ValueError for one that neither gguf-py nor ggml-tern
-    knows."""
-    if type_id in _core.TERNARY_TYPES:
-        return _ternary(type_id)
-    return _stock(gguf.GGMLQuantizationType(type_id))
+    """The type with that id in a GGUF file, of all that such files are read with. Raises ValueError for any
+    other id."""
+    return _by_core(type_id)

@@ -57,7 +57,8 @@ def asked_type(spec: TensorSpec, choice: TypeChoice) -> TensorType | None:
     kept = [keep.type for keep in choice.keep if keep.matches(spec)]
     if kept:
         return kept[-1]
-    return {Role.EMBEDDING: choice.embedding, Role.HEAD: choice.head, Role.MATRIX: choice.matrix}[spec.role]
+    asked = {Role.EMBEDDING: choice.embedding, Role.HEAD: choice.head, Role.MATRIX: choice.matrix}
+    return asked.get(spec.role)
 
 
 def check_choice(choice: TypeChoice, specs: list[TensorSpec]) -> None:

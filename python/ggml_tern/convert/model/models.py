@@ -14,7 +14,6 @@ from yaml import YAMLError
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec, find_architecture
-from ggml_tern.convert.model.architectures.bitnet import ACTIVATION_KEY, notes_on_squared_relu
 from ggml_tern.convert.model.hadamard import add_rotation_keys
 from ggml_tern.convert.model.input_model import InputModel
 from ggml_tern.convert.model.rotated_checkpoint import apply_manifest
@@ -24,6 +23,7 @@ from ggml_tern.convert.read.checkpoint import Checkpoint
 from ggml_tern.convert.read.hadamard_manifest import MANIFEST_FILE, read_manifest
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.errors import TernError
+from ggml_tern.gguf import bitnet
 from ggml_tern.gguf.identify import Kind, identify
 from ggml_tern.gguf.keys import Keys
 from ggml_tern.gguf.model_file import require_model
@@ -36,11 +36,23 @@ from ggml_tern.gguf.reader import (
     GGUFTensor,
     Part,
 )
+from ggml_tern.tensors.names import kind_name
 
 #: What llama.cpp wants or is worth keeping in full precision, although it has several dimensions: routers,
 #: convolutions, and the small projections of state-space layers.
 _FULL_PRECISION = re.compile(
     r"(.*\.)?(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|ssm_alpha|ssm_beta|ssm_ba|.*norm.*)"
+)
+
+
+#: The matrices in the blocks that llama.cpp multiplies activations with, and does nothing else with, in every
+#: architecture that has them. Whatever else has rows and columns may be a table that is looked up, a
+#: convolution or a state's dynamics.
+_MATRICES = re.compile(
+    r"((enc|dec)\.)?blk\.\d+\.("
+    r"attn_(q|k|v|qkv|gate|output|o|q_a|q_b|kv_a_mqa|kv_b)|cross_attn_(q|k|v|o)"
+    r"|ffn_(gate|up|down)(_exps|_shexp|_chexps)?|ffn_gate_up_exps"
+    r"|ssm_in|ssm_out|shortconv\.in_proj|shortconv\.out_proj|nextn\.eh_proj)"
 )
 
 
@@ -141,20 +153,35 @@ class GGUFModel(InputModel):
         self._file = GGUFSource(path)
         require_model(self._file)
         assert self._file.architecture is not None
-        self.arch = self._file.architecture
+        self._stored_arch = self.arch = self._file.architecture
         self.tied = "output.weight" not in self._file.tensors
         self.rotations = self._file.rotations
         self.value_heads = self._value_heads()
         self.notes = []
         if self._file.is_legacy:
             self.notes.append(LEGACY_NOTE)
+        if self.arch in bitnet.FOREIGN_ARCHITECTURES:
+            bitnet.check_foreign(self._file)
+            self.arch = bitnet.ARCHITECTURE
+            self.notes.append(bitnet.renaming_note(self._stored_arch))
         self.specs = []
         sources: dict[str, list[Source]] = {}
         for tensor in self._file.tensors.values():
             self.specs.append(TensorSpec(tensor.name, tensor.shape, _role(tensor), (tensor.name,)))
-            packed = None if tensor.type == _core.TYPE_I2_S else tensor.blocks
-            sources[tensor.name] = [Source(tensor.rows, tensor.where, tensor.type, packed)]
+            # I2_S can be written by nobody but bitnet.cpp: its values are those of float32.
+            type_id, packed = tensor.type, tensor.blocks
+            source = Source(tensor.rows, tensor.where, type_id, packed)
+            if type_id == _core.TYPE_I2_S:
+                source = Source(tensor.rows, tensor.where)
+            sources[tensor.name] = [source]
         self.sources = sources
+        if others := [spec for spec in self.specs if spec.role is Role.OTHER]:
+            kinds = list(dict.fromkeys(kind_name(spec.name) for spec in others))
+            more = f" and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
+            self.notes.append(
+                f"kept as they are stored, as they are none of the matrices that ternconv knows: "
+                f"{', '.join(kinds[:5])}{more} ({len(others)} tensors)"
+            )
 
     def files(self) -> list[Path]:
         return self._file.files()
@@ -174,8 +201,15 @@ class GGUFModel(InputModel):
             if key not in rewritten:
                 kind, element = _value_types(first, key)
                 plain: Any = value.tolist() if isinstance(value, np.ndarray) else value
-                writer.add_key_value(key, plain, kind, sub_type=element)
+                name = bitnet.stock_key(key, self._stored_arch)
+                writer.add_key_value(name, plain, kind, sub_type=element)
+        if self._has_squared_relu and self.arch != self._stored_arch:
+            writer.add_string(bitnet.ACTIVATION_KEY, bitnet.SQUARED_RELU)
         return []
+
+    @property
+    def _has_squared_relu(self) -> bool:
+        return bitnet.has_squared_relu(self._file.metadata)
 
     def _value_heads(self) -> tuple[int, int] | None:
         keys = Keys(self._file, self.arch)
@@ -183,8 +217,7 @@ class GGUFModel(InputModel):
         return heads if all(heads) else None
 
     def notes_for(self, types: Mapping[str, int]) -> list[str]:
-        has_squared_relu = self._file.metadata.get(ACTIVATION_KEY) == "relu2"
-        return notes_on_squared_relu(types) if has_squared_relu else []
+        return bitnet.notes_on_squared_relu(types) if self._has_squared_relu else []
 
 
 def open_model(path: Path, adapters: Sequence[Adapter] = (), *, keep_mtp: bool = False) -> InputModel:
@@ -203,9 +236,13 @@ def open_model(path: Path, adapters: Sequence[Adapter] = (), *, keep_mtp: bool =
 
 def _role(tensor: GGUFTensor) -> Role:
     name = tensor.name.removesuffix(".weight")
-    if len(tensor.shape) < 2 or name == tensor.name or _FULL_PRECISION.fullmatch(name):
+    if len(tensor.shape) < 2 or _FULL_PRECISION.fullmatch(name):
         return Role.VECTOR
-    return {"token_embd": Role.EMBEDDING, "output": Role.HEAD}.get(name, Role.MATRIX)
+    if name == tensor.name:
+        return Role.OTHER
+    if _MATRICES.fullmatch(name):
+        return Role.MATRIX
+    return {"token_embd": Role.EMBEDDING, "output": Role.HEAD}.get(name, Role.OTHER)
 
 
 def _value_types(part: Part, key: str) -> tuple[gguf.GGUFValueType, gguf.GGUFValueType | None]:

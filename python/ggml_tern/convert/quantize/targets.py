@@ -51,7 +51,9 @@ def choose_target(
     """
     if spec.role is Role.VECTOR:
         return Target(spec, F32)
-    wanted = asked_type(spec, choice) or _by_content(choice, stored, is_ternary)
+    wanted = asked_type(spec, choice)
+    if wanted is None:
+        wanted = stored if spec.role is Role.OTHER else _by_content(choice, stored, is_ternary)
     group = choice.group or 0
     n_in = spec.shape[-1]
     if wanted.is_ternary:

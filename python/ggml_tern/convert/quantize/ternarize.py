@@ -121,7 +121,7 @@ def encode(
 
     def work(source: Source, start: int, stop: int) -> Piece:
         if source.packed is not None and source.type_id == target.type.id and not target.type.is_ternary:
-            piece = _copy(source, start, stop)
+            piece = _copy(source, spec.shape[-1], start, stop)
         else:
             try:
                 piece = encoder(prepared_rows(spec, source, start, stop))
@@ -208,7 +208,10 @@ def _encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
         values = as_float32(rows).reshape(1, -1)
         qtype = gguf.GGMLQuantizationType(type_id)
         with np.errstate(over="ignore", invalid="ignore"):
-            data = gguf.quants.quantize(values, qtype)
+            try:
+                data = gguf.quants.quantize(values, qtype)
+            except NotImplementedError:
+                raise ValueError("llama-quantize writes this type, and ternconv does not") from None
             decoded = gguf.quants.dequantize(data, qtype)
             sum_sq_error = _sum_sq(np.subtract(values, decoded, dtype=np.float64))
         if not np.isfinite(sum_sq_error):
@@ -227,10 +230,14 @@ def _encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
     return ternary if target.type.is_ternary else stock
 
 
-def _copy(source: Source, start: int, stop: int) -> Piece:
+def _copy(source: Source, n_in: int, start: int, stop: int) -> Piece:
     """Rows that have the type already."""
     assert source.packed is not None
-    values = as_float32(source.rows[start:stop])
+    try:
+        values = as_float32(source.rows[start:stop])
+    except TernError:
+        # Of a type that nothing here decodes, and need not.
+        return Piece(source.packed[start:stop].reshape(-1), Stats(source.packed[start:stop].shape[0] * n_in))
     stats = Stats(values.size, values.size - int(np.count_nonzero(values)), _sum_sq(values))
     return Piece(source.packed[start:stop].reshape(-1), stats)
 

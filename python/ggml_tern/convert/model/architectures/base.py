@@ -22,6 +22,8 @@ class Role(enum.Enum):
     EMBEDDING = "embedding"
     HEAD = "head"
     MATRIX = "matrix"
+    #: What may be used in other ways than as a matrix of a product: kept in the type that it is stored in.
+    OTHER = "other"
     #: Norms, biases and other small tensors: kept in float32.
     VECTOR = "vector"
 

@@ -1,10 +1,5 @@
-"""BitNet b1.58 as transformers has it: a norm before each of the two output projections, squared ReLU.
-
-llama.cpp's graph of this architecture has SiLU where the released model has squared ReLU (its pull request
-25885), and no other graph has these norms. A file says which one it wants under the key that other
-architectures of llama.cpp read, and the plug-in turns the one into the other in the products with gates of
-its own types.
-"""
+"""BitNet b1.58 as transformers has it: a norm before each of the two output projections, squared ReLU, which
+llama.cpp's graph does not have (gguf/bitnet.py tells how it gets it)."""
 
 from __future__ import annotations
 
@@ -12,24 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import gguf
 
-from ggml_tern import _core
 from ggml_tern.convert.model.architectures.base import Role, TensorSpec
 from ggml_tern.convert.model.architectures.decoder import Decoder
 from ggml_tern.convert.read.config import Config
-
-#: The file's word on the activation of the gate, "silu" where it is missing.
-ACTIVATION_KEY = "bitnet.hidden_activation"
-
-
-def notes_on_squared_relu(types: Mapping[str, int]) -> list[str]:
-    """What to know of a file with squared ReLU whose tensors, by their names, have these types."""
-    gates = {type_id for name, type_id in types.items() if name.endswith(".ffn_gate.weight")}
-    if gates <= {_core.TYPE_PTQ1_0, _core.TYPE_PQ2_0}:
-        return []
-    return [
-        "llama.cpp computes SiLU where this model has squared ReLU, which spoils its answers; convert with "
-        "--type ptq1_0 or pq2_0, for which ggml-tern computes it"
-    ]
+from ggml_tern.gguf.bitnet import ACTIVATION_KEY, notes_on_squared_relu
 
 
 class BitNet(Decoder):

@@ -1,0 +1,55 @@
+"""Which architectures llama.cpp knows, and which of them do not write text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_NAMES = """
+afmoe apertus arcee arctic arwkv7 baichuan bailingmoe bailingmoe2 bailingmoe3 bert bitnet bloom chameleon
+chatglm clip codeshell cogvlm cohere2 cohere2moe command-r dbrx deci deepseek deepseek2 deepseek2-ocr
+deepseek32 deepseek4 dflash dots1 dots3note dream eagle3 ernie4_5 ernie4_5-moe eurobert exaone exaone-moe
+exaone4 falcon falcon-h1 gemma gemma-embedding gemma2 gemma3 gemma3n gemma4 gemma4-assistant glm-dsa glm4
+glm4moe glm5-next gpt-oss gpt2 gptj gptneox granite granite_swa granitehybrid granitemoe graniteswitch grok
+grovemoe hrm_text hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 hy_v4 internlm2 jais jais2 jamba jina-bert-v2
+jina-bert-v3 kimi-k3 kimi-linear laguna lfm2 lfm2moe llada llada-moe llama llama-embed llama4 maincoder
+mamba mamba2 maple mellum mimo2 minicpm minicpm3 minimax-01 minimax-m2 minimax-m3 mistral3 mistral4
+modern-bert mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe neo-bert nomic-bert nomic-bert-moe
+olmo olmo2 olmoe openelm orion paddleocr pangu-embedded phi2 phi3 phimoe plamo plamo2 plamo3 plm pockettts
+qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3tts qwen3vl qwen3vlmoe qwen4exp
+refact rnd1 rwkv6 rwkv6qwen2 rwkv7 seed_oss smallthinker smollm3 spark2_5 stablelm starcoder starcoder2
+step35 t5 t5encoder talkie wavtokenizer-dec xverse
+"""
+#: Every value of general.architecture that the llama.cpp of this package runs. A test compares with its
+#: source.
+STOCK_ARCHITECTURES = frozenset(_NAMES.split())
+
+#: Encoders: their output is a vector for a text.
+_ENCODERS = (
+    *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert"),
+    *("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder"),
+)
+#: Drafts for another model, which they do not run without.
+_DRAFTS = ("dflash", "eagle3", "gemma4-assistant")
+#: Models of speech.
+_SPEECH = ("wavtokenizer-dec", "pockettts", "qwen3tts")
+
+
+def is_embedding_model(metadata: Mapping[str, Any]) -> bool:
+    """Whether a file is of a model that makes vectors of texts, and no text: by its architecture, or by the
+    way in which its output is pooled."""
+    architecture = metadata.get("general.architecture")
+    pooling = metadata.get(f"{architecture}.pooling_type", 0)
+    return architecture in _ENCODERS or (isinstance(pooling, int) and pooling > 0)
+
+
+def writes_no_text(metadata: Mapping[str, Any]) -> str | None:
+    """What a model is for that does not write text, in words that go behind "it is"; None for all others."""
+    architecture = metadata.get("general.architecture")
+    if is_embedding_model(metadata):
+        return "an embedding model, which makes vectors of texts (llama-server --embeddings) and no text"
+    if architecture in _DRAFTS:
+        return "a draft for another model (--model-draft), which does not run without it"
+    if architecture in _SPEECH:
+        return "a model of speech, which llama-server does not run"
+    return None
