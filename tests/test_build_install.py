@@ -57,6 +57,16 @@ def test_plugin_brings_no_ggml_of_its_own() -> None:
     assert not re.search(r"\b(ggml|gguf|llama)_", undefined)
 
 
+@pytest.mark.parametrize("system", ["Windows", "Darwin"])
+def test_other_systems_are_refused_at_once(system: str, tmp_path: Path) -> None:
+    """In one line, before llama.cpp is fetched and compiled for a quarter of an hour."""
+    command = ["cmake", "-S", str(REPOSITORY), "-B", str(tmp_path), f"-DCMAKE_SYSTEM_NAME={system}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    said = " ".join(result.stderr.split())
+    assert f"ggml-tern runs on Linux only so far, and this is {system}; docs/own-llama-cpp.md" in said
+
+
 # ------------------------------------------------------------------------------------------------------------
 # The stock llama.cpp
 # ------------------------------------------------------------------------------------------------------------
