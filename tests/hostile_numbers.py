@@ -25,6 +25,7 @@ from ggml_tern.convert.pipeline import convert
 from ggml_tern.convert.read.lora import open_adapter
 from ggml_tern.errors import TernError
 from ggml_tern.plan import arithmetic, header, tables
+from ggml_tern.plan.fit import fit
 from ggml_tern.serve import memory
 from ggml_tern.tensors.types import Q8_0
 from model_headers import Header, decoder_header, hybrid_header
@@ -147,7 +148,7 @@ def check_keys(directory: Path) -> int:
         tables.as_json(model, arithmetic.plan(model, model.context), 10**9, None)
         arithmetic.needs_dense(model, 10**9, None, "f16")
         demand = memory.demand({"model": str(path)})
-        memory.usage(demand, 10**12, chooses_layout=True)
+        fit(demand, 10**12, chooses_layout=True)
 
     def convert_again() -> None:
         open_model(path)

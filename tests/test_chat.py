@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pexpect
 import pytest
 
@@ -25,8 +26,8 @@ from ggml_tern.chat.view import AnswerWriter
 from ggml_tern.client.endpoint import endpoint_of, unix_endpoint
 from ggml_tern.client.llama import Chunk, ContextFullError, LlamaClient
 from ggml_tern.errors import TernError
-from ggml_tern.gguf.reader import GGUFSource
 from llama_server import LLAMA_SERVER, ROOT, TERN, TINY, Server, serving
+from reference import gguf_files as files
 
 HYBRID = ROOT / "models" / "tiny-qwen35" / "tiny-qwen35-ptq1_0.gguf"
 CHATML = ("--chat-template", "chatml")
@@ -360,6 +361,45 @@ def test_what_cannot_work_is_one_line(tmp_path: Path, server: Server) -> None:
     assert piped("hello", "--url", server.url, "--threads", "2").returncode == 2
 
 
+def test_a_question_as_an_argument(server: Server) -> None:
+    greedy = ("--temp", "0", "--max-tokens", "30", "--threads", "1")
+    expected = piped("Who was the king?", *ALONE, *greedy[:4], "--", *CHATML)
+    assert expected.returncode == 0 and expected.stdout.strip()
+    for words in (("Who was the king?",), ("Who", "was", "the", "king?")):
+        # What stdin holds is not read then.
+        answered = piped("Say no.", str(TINY), *words, *greedy, "--", *CHATML)
+        assert (answered.returncode, answered.stdout) == (0, expected.stdout), answered.stderr
+    attached = piped("", "Who was the king?", "--url", server.url, *greedy[:4])
+    assert (attached.returncode, attached.stdout) == (0, expected.stdout)
+
+
+@pytest.mark.parametrize("raw", [b"caf\xe9", b"\xff\xfeW\0h\0y\0", b"\x89PNG\r\n\x1a\n"])
+def test_stdin_that_is_not_utf_8(raw: bytes) -> None:
+    done = subprocess.run([TERN, "chat", *ALONE], input=raw, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"tern: stdin is not UTF-8 text: byte ") and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"general.architecture": "bert"},
+        {"general.architecture": "nomic-bert-moe"},
+        {"general.architecture": "qwen3", "qwen3.pooling_type": 3},
+        {"general.architecture": "llama", "llama.attention.causal": False},
+        {"general.architecture": "gemma-embedding"},
+    ],
+    ids=str,
+)
+def test_an_embedding_model_writes_no_text(tmp_path: Path, keys: dict[str, Any]) -> None:
+    weights = [files.plain("token_embd.weight", 0, np.zeros((2, 32), np.float32))]
+    path = files.write(tmp_path / "e.gguf", keys, weights)
+    done = piped("Hello", str(path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"tern: {path}: is an embedding model (") and done.stderr.count("\n") == 1
+    assert "--embedding" in done.stderr
+
+
 def test_a_server_that_wants_a_key() -> None:
     with serving(TINY, *CHATML, "--api-key", "sesame", "-t", "1", command=LLAMA_SERVER) as server:
         refused = piped("hello", "--url", server.url)
@@ -434,7 +474,7 @@ def test_answer_that_is_left_stays_as_it_is(client: LlamaClient) -> None:
 
 
 def test_retry_reads_little_where_the_state_is_recurrent() -> None:
-    options = server_options(GGUFSource(HYBRID), context=512, threads=1, kv_type="q8_0")
+    options = server_options(context=512, threads=1, kv_type="q8_0")
     with local_server(HYBRID, [*options, *CHATML]) as server:
         server.wait_until_ready()
         client = LlamaClient(unix_endpoint(server.socket, "server"))

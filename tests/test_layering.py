@@ -48,7 +48,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "client": set(),
     "bench": {"client", "gguf", "host", "plan", "plots"},
     "serve": {"gguf", "host", "plan"},
-    "chat": {"client", "gguf", "host"},
+    "chat": {"client", "gguf", "host", "plan", "serve"},
     "llama": {"host"},
     "convert/read": {"gguf"},
     "convert/model": {"convert/read", "gguf"},

@@ -24,8 +24,9 @@ from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.plan import arithmetic
 from ggml_tern.plan.header import read_model
-from ggml_tern.serve.options import SPELLINGS
+from ggml_tern.serve.spellings import SPELLINGS
 from llama_server import ROOT, TERN, TERN_SERVE, TINY, Server, serving
+from reference import gguf_files as files
 
 HYBRID = ROOT / "models" / "tiny-qwen35" / "tiny-qwen35-ptq1_0.gguf"
 GREEDY = {"prompt": "And the LORD said unto", "n_predict": 48, "temperature": 0}
@@ -333,10 +334,10 @@ def test_a_budget_that_is_enough() -> None:
 def test_a_budget_that_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(arithmetic.LAYOUT_VARIABLE, "fast")
     budget = f"{(total(TINY, 512) + total(TINY, 768)) / 2:.1f}MB"
-    result = tern_serve(str(TINY), "--memory-budget", budget, "-c", "65536")
+    result = tern_serve(str(TINY), "--memory-budget", budget, "-c", "4096")
     assert (result.code, result.stdout) == (1, "")
     said, *offers = result.stderr.splitlines()
-    assert re.match(rf"tern: {re.escape(str(TINY))}: takes [\d,.]+ MB with 65,536 tokens of context", said)
+    assert re.match(rf"tern: {re.escape(str(TINY))}: takes [\d,.]+ MB with 4,096 tokens of context", said)
     assert f"the budget is {budget.removesuffix('MB')} MB. What fits at most:" in said
     assert offers[0].split() == ["-c", "512", "-ctk", "f16", "-ctv", "f16"]
     for offer in offers:
@@ -421,6 +422,66 @@ def test_what_cannot_be_served(words: list[str], message: str) -> None:
     result = tern_serve(*words)
     assert result.code in (1, 2)
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "::"), True),
+        (("--host", "127.0.0.1,192.168.1.7"), True),
+        (("--host", "my-machine"), True),
+        (("--host", "127.0.0.1"), False),
+        (("--host", "127.8.8.8,localhost,::1"), False),
+        (("--host", "/tmp/llama.sock"), False),
+        ((), False),
+        (("--host", "0.0.0.0", "--api-key", "sesame"), False),
+        (("--host", "0.0.0.0", "--api-key-file", "keys"), False),
+    ],
+)
+def test_one_warning_where_anybody_may_ask(options: tuple[str, ...], warned: bool) -> None:
+    result = tern_serve(str(TINY), *options)
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert len(warnings) == warned
+    assert not warned or "wants no API key" in warnings[0]
+
+
+def test_keys_of_the_file_and_the_environment_are_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"model: {{path: {TINY}}}\nserver: {{host: 0.0.0.0}}\n"
+    assert "warning" in tern_serve("--config", str(write(tmp_path / "open.yaml", text))).stderr
+    keyed = write(tmp_path / "keyed.yaml", text.replace("0.0.0.0", "0.0.0.0, api_key: sesame"))
+    assert "warning" not in tern_serve("--config", str(keyed)).stderr
+    monkeypatch.setenv("LLAMA_API_KEY", "sesame")
+    assert "warning" not in tern_serve(str(TINY), "--host", "0.0.0.0").stderr
+
+
+def test_a_model_is_called_by_the_name_of_its_file(server: Server) -> None:
+    assert server.get("/v1/models").json["data"][0]["id"] == TINY.name
+    assert "--alias" not in tern_serve(str(TINY), "-a", "mine").stdout.replace("-a mine", "")
+
+
+def test_no_chat_template_is_said_once(tmp_path: Path) -> None:
+    note = f"{TINY.name} has no chat template"
+    assert tern_serve(str(TINY)).stderr.count(note) == 1
+    for options in (("--chat-template", "chatml"), ("--chat-template-file", "a.jinja"), ("--embedding",)):
+        assert note not in tern_serve(str(TINY), *options).stderr
+    metadata = {"general.architecture": "made-up", "tokenizer.chat_template": "{{ messages }}"}
+    weights = [files.plain("a.weight", 0, np.zeros((2, 32), np.float32))]
+    assert (
+        "no chat template" not in tern_serve(str(files.write(tmp_path / "m.gguf", metadata, weights))).stderr
+    )
+
+
+def test_downloads_are_refused_before_they_fail() -> None:
+    for options in (("-hf", "user/model"), ("--docker-repo", "a/b"), ("--model-url", "https://host/m.gguf")):
+        result = tern_serve(*options)
+        assert (result.code, result.stdout) == (1, "")
+        assert "built without HTTPS" in result.stderr and result.stderr.count("\n") == 1
+    # What needs no HTTPS is llama-server's to find.
+    assert tern_serve("-hf", "user/model", "--offline").code == 0
+    assert tern_serve("--model-url", "http://host/m.gguf").code == 0
 
 
 def test_an_error_of_llama_server_is_its_own() -> None:

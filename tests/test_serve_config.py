@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,25 @@ sampling: {temperature: 1.5, top_k: 3}
             "memory: {budget: lots}",
             [":1: memory.budget: 'lots' is no amount of memory; give one like 6GB, 5.5GiB or 800MB"],
         ),
+        (
+            "memory: {budget: .inf}",
+            [":1: memory.budget: 'inf' is no amount of memory; give one like 6GB, 5.5GiB or 800MB"],
+        ),
+        (
+            "memory: {budget: .nan}",
+            [":1: memory.budget: 'nan' is no amount of memory; give one like 6GB, 5.5GiB or 800MB"],
+        ),
+        (
+            f"memory: {{budget: {'9' * 400}GB}}",
+            [f":1: memory.budget: '{'9' * 20}' is more memory than any machine has"],
+        ),
+        ("a: &x [*x]", [":1: is not YAML: an alias that contains itself"]),
+        ("model: &m\n  lora:\n    - *m", [":1: is not YAML: an alias that contains itself"]),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi")),
+            [": has more than 10,000 values; no configuration has so many"],
+        ),
         ("model:\n  path: a\n  path: b", [":3: model.path: given twice"]),
         ("model: {path: a}\nmodels:\n  b: {path: b}", [":2: both model and models; give one of them"]),
         ("models:\n  a: {path: a}\n  b: {max_context: 5}", [":3: models.b: has no path"]),
@@ -235,6 +255,15 @@ def test_names_that_llama_server_cannot_take(tmp_path: Path) -> None:
         TernError, match=r"models\.m: .*#1\.gguf: llama-server's router takes no '#' in a value"
     ):
         serve_options.preset_section("m", options(tmp_path, "model: {path: 'model #1.gguf'}"))
+    for name in ("a]b", "a\nb", "", " a", "*", "default"):
+        with pytest.raises(TernError, match="llama-server's router takes no name") as error:
+            serve_options.preset_section(name, {"model": "m.gguf"})
+        assert "\n" not in str(error.value)
+
+
+def test_aliases_that_are_sound(tmp_path: Path) -> None:
+    text = "models: {a: {path: a.gguf, runtime: &r {threads: 2}}, b: {path: b.gguf, runtime: *r}}"
+    assert read_text(tmp_path, text).models["b"].runtime.threads == 2
 
 
 @given(

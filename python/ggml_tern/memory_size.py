@@ -13,9 +13,13 @@ class MemorySize(click.ParamType[int]):
 
     name = "size"
     _UNITS: ClassVar = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+    _MOST: ClassVar = 2**60
 
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", str(value), re.IGNORECASE)
         if match is None:
             self.fail(f"{value!r} is no amount of memory; give one like 6GB, 5.5GiB or 800MB", param, ctx)
-        return int(float(match[1]) * self._UNITS[match[2].upper()])
+        size = float(match[1]) * self._UNITS[match[2].upper()]
+        if not size <= self._MOST:
+            self.fail(f"{str(value)[:20]!r} is more memory than any machine has", param, ctx)
+        return int(size)

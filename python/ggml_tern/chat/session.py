@@ -15,7 +15,12 @@ from ggml_tern.chat.server import local_server
 from ggml_tern.client.endpoint import endpoint_of, unix_endpoint
 from ggml_tern.client.llama import LlamaClient
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.model_file import require_model
 from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.plan.fit import fit
+from ggml_tern.serve.memory import demand
+from ggml_tern.serve.spellings import from_environment, given, removed
+from ggml_tern.tensors.names import printable
 
 #: Enough for a chat, and little beside the weights; the quarter of a million that models are trained for can
 #: take gigabytes.
@@ -24,6 +29,8 @@ DEFAULT_CONTEXT = 8192
 DEFAULT_CONTINUATION = 256
 
 _TEMPLATE_OPTIONS = ("--chat-template", "--chat-template-file")
+#: Architectures of encoders whose files may not say so.
+_ENCODERS = ("t5encoder", "gemma-embedding", "llama-embed")
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ def chat_with_file(
     model: Path,
     options: Options,
     *,
+    question: str | None,
     context: int | None,
     threads: int | None,
     kv_type: str | None,
@@ -57,36 +65,40 @@ def chat_with_file(
     """Chat with a GGUF file, in a llama-server that lives as long as the chat.
 
     Args:
-        model: the file; of a split model, the first part.
+        model: the file; of a split model, any part.
         options: of the conversation.
+        question: the one to answer; None for those that are piped or typed.
         context: tokens; None for what the model was trained for, but no more than ``DEFAULT_CONTEXT``.
         threads: of llama-server; None for its default.
         kv_type: of the KV cache; None for llama-server's default.
         more: options of llama-server.
 
     Raises:
-        TernError: the file is no model, it does not load, a piped question gets no answer, ...
+        TernError: the file is no model that writes, it does not fit, a question gets no answer, ...
     """
     source = GGUFSource(model)
-    question = _piped_question()
+    require_model(source)
+    _require_writer(source)
+    question = question or _piped_question()
     if "tokenizer.chat_template" not in source.metadata and not any(o in _TEMPLATE_OPTIONS for o in more):
         options = _without_template(model, options)
-    arguments = server_options(source, context, threads, kv_type)
+    words = [*server_options(context, threads, kv_type), *more]
+    asked = demand(from_environment() | given(words) | {"model": str(model)})
+    found = fit(replace(asked, most=DEFAULT_CONTEXT))
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if found.context is not None:
+        words = [*removed(words, ["ctx-size"]), "--ctx-size", str(found.context)]
     notes = Console(stderr=True)
-    with local_server(model, [*arguments, *more]) as server:
+    with local_server(source.first, words) as server:
         with notes.status(Text(f"loading {model.name}", "dim")):
             server.wait_until_ready()
         client = LlamaClient(unix_endpoint(server.socket, str(model)))
         _converse(client, model.name, options, question, server.check_alive)
 
 
-def server_options(
-    source: GGUFSource, context: int | None, threads: int | None, kv_type: str | None
-) -> list[str]:
+def server_options(context: int | None, threads: int | None, kv_type: str | None) -> list[str]:
     """The options of llama-server that suit one conversation; arguments as of ``chat_with_file``."""
-    if context is None:
-        trained = source.metadata.get(f"{source.architecture}.context_length")
-        context = min(trained, DEFAULT_CONTEXT) if isinstance(trained, int) else DEFAULT_CONTEXT
     options = {
         "--ctx-size": context,
         "--parallel": 1,
@@ -103,7 +115,9 @@ def server_options(
     return [*given, "--no-webui"]
 
 
-def chat_with_server(url: str, model: str | None, key: str | None, options: Options) -> None:
+def chat_with_server(
+    url: str, model: str | None, key: str | None, options: Options, *, question: str | None
+) -> None:
     """Chat with a llama-server that runs.
 
     Args:
@@ -111,22 +125,45 @@ def chat_with_server(url: str, model: str | None, key: str | None, options: Opti
         model: the name of one of its models; None if it has one only.
         key: its API key.
         options: of the conversation.
+        question: the one to answer; None for those that are piped or typed.
 
     Raises:
-        TernError: no server answers, a piped question gets no answer, ...
+        TernError: no server answers, a question gets no answer, ...
     """
     client = LlamaClient(endpoint_of(url, key), model)
-    _converse(client, model or url, options, _piped_question(), lambda: None)
+    _converse(client, model or url, options, question or _piped_question(), lambda: None)
 
 
 def _piped_question() -> str | None:
     """All of stdin where it is no terminal, or None."""
     if sys.stdin.isatty():
         return None
-    question = sys.stdin.read().strip()
+    raw = sys.stdin.buffer.read()
+    try:
+        # As Windows writes it, with a mark in front.
+        question = raw.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise TernError(
+            f"stdin is not UTF-8 text: byte {error.start + 1} is 0x{raw[error.start]:02x}; "
+            "'iconv -f LATIN1 -t UTF-8' makes it so, if it is Latin-1"
+        ) from error
     if not question:
-        raise TernError("stdin is no terminal and has no question in it; echo one into it")
+        raise TernError(
+            "stdin is no terminal and has no question in it; echo one into it, or give it as an argument"
+        )
     return question
+
+
+def _require_writer(source: GGUFSource) -> None:
+    """Refuse models that turn text into numbers and write none."""
+    architecture = source.architecture or ""
+    is_encoder = source.metadata.get(f"{architecture}.attention.causal") is False
+    pools = source.metadata.get(f"{architecture}.pooling_type", 0)
+    if is_encoder or pools or "bert" in architecture or architecture in _ENCODERS:
+        raise TernError(
+            f"{source.path}: is an embedding model ({printable(architecture)}), which writes no text; "
+            f"'tern serve {source.path} --embedding' serves /v1/embeddings"
+        )
 
 
 def _without_template(model: Path, options: Options) -> Options:

@@ -15,9 +15,11 @@ EPILOG = """
 \b
 Examples
   tern chat model.gguf
-  tern chat model.gguf --system "Answer in one sentence." --temp 0.6 --context 16384 --kv q8_0
-  echo "Why is the sky blue?" | tern chat model.gguf
+  tern chat model.gguf "Why is the sky blue?"
       The answer on stdout, and nothing else; the exit code is 1 if there is none.
+  tern chat model.gguf --system "Answer in one sentence." --temp 0.6 --context 16384 --kv q8_0
+  git diff | tern chat model.gguf --system "Write a commit message for this."
+      All of stdin is the question.
   tern chat model.gguf -- --lora adapter.gguf
       What follows -- are options of llama-server.
   tern chat --url http://localhost:8080
@@ -25,9 +27,27 @@ Examples
 """
 
 
-@click.command("chat", epilog=EPILOG)
+class WithServerOptions(click.Command):
+    """A command with options of llama-server behind --, which are none of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, more = args, list[str]()
+        if "--" in args:
+            at = args.index("--")
+            own, more = args[:at], args[at + 1 :]
+        ctx.meta[_SERVER_OPTIONS] = tuple(more)
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- OPTIONS]"]
+
+
+_SERVER_OPTIONS = "ggml_tern.server_options"
+
+
+@click.command("chat", epilog=EPILOG, cls=WithServerOptions)
 @click.argument("model", metavar="MODEL.gguf", required=False)
-@click.argument("server_options", metavar="[-- OPTIONS]", nargs=-1, type=click.UNPROCESSED)
+@click.argument("question", metavar="[QUESTION]", nargs=-1)
 @click.option("--url", help="Talk to this llama-server. MODEL, if given, is the name that it has there.")
 @click.option(
     "--api-key", envvar="LLAMA_API_KEY", help="For --url, if the server wants one.  [env: LLAMA_API_KEY]"
@@ -70,9 +90,12 @@ Examples
     default=None,
     help="Tokens and speed after each answer.  [default: on a terminal]",
 )
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     model: str | None,
-    server_options: tuple[str, ...],
+    question: tuple[str, ...],
     url: str | None,
     api_key: str | None,
     system: str | None,
@@ -88,10 +111,16 @@ def command(
 
     Starts the stock llama-server with the plug-in, for this chat alone and reachable by you alone, and talks
     to it with the model's own chat template. Sampling options that are not given are llama-server's, or the
-    model's own. Where stdin is not a terminal, all of it is one question; the answer goes to stdout.
+    model's own. QUESTION is answered on stdout; without one, and where stdin is not a terminal, all of that
+    is the question.
 
     Ctrl-C stops an answer; /help tells the rest.
     """
+    server_options: tuple[str, ...] = ctx.meta[_SERVER_OPTIONS]
+    asked = " ".join(question).strip() or None
+    if url is not None and model is not None and " " in model.strip():
+        # No name of a model: there is one only, and this is the question.
+        asked, model = " ".join([model, *question]).strip(), None
     own_server = {"--context": context, "--threads": threads, "--kv": kv_type, "OPTIONS": server_options}
     if url is None and model is None:
         raise click.UsageError("Missing argument 'MODEL.gguf'.")
@@ -113,10 +142,16 @@ def command(
     )
     try:
         if url is not None:
-            chat_session.chat_with_server(url, model, api_key, options)
+            chat_session.chat_with_server(url, model, api_key, options, question=asked)
         elif model is not None:
             chat_session.chat_with_file(
-                Path(model), options, context=context, threads=threads, kv_type=kv_type, more=server_options
+                Path(model),
+                options,
+                question=asked,
+                context=context,
+                threads=threads,
+                kv_type=kv_type,
+                more=server_options,
             )
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

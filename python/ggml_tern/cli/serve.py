@@ -66,7 +66,7 @@ def command(
         return
     from ggml_tern.serve import config as server_config
     from ggml_tern.serve import serving
-    from ggml_tern.serve.options import MODEL_SOURCES, given
+    from ggml_tern.serve.spellings import MODEL_SOURCES, given
 
     words = list(arguments)
     if words and not words[0].startswith("-"):

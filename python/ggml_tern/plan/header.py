@@ -125,19 +125,27 @@ class Model:
         return self.embedding.mapped + sum(layer.mapped for layer in self.weights)
 
 
+class UnknownMemoryError(TernError):
+    """A model that may well run, of which nobody here knows what it takes."""
+
+
 def read_model(path: Path) -> Model:
     """Read the header of a GGUF file; of a split model, any part stands for all.
 
-    Raises TernError for what is no GGUF file of a language model, and for an architecture whose memory is not
-    known here.
+    Raises TernError for what is no GGUF file of a language model, and UnknownMemoryError for an architecture
+    whose memory is not known here.
     """
-    source = GGUFSource(path)
+    return model_of(GGUFSource(path))
+
+
+def model_of(source: GGUFSource) -> Model:
+    """The same of a file that is open."""
     require_model(source)
-    architecture = source.architecture
+    path, architecture = source.path, source.architecture
     assert architecture is not None
     known = (*_FULL_ATTENTION, *_WINDOW_PATTERN, *_HYBRID)
     if architecture not in known:
-        raise TernError(
+        raise UnknownMemoryError(
             f"{path}: architecture {printable(architecture)}: how llama.cpp lays out its memory is not known "
             f"here; known are {', '.join(sorted(known))}"
         )

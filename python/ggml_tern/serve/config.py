@@ -43,11 +43,17 @@ _WITH_DRAFT = {
 DECODE_ALGORITHMS = _PLAIN | _N_GRAM | _OWN_HEAD | _WITH_DRAFT
 
 
+#: More than any machine has.
+_MOST_GB = 10**9
+#: Values in a file, those of an alias wherever it stands.
+_MOST_VALUES = 10_000
+
+
 def _memory(value: object) -> int:
     """Bytes of an amount like 6GB or 5.5GiB; a bare number is GB.
 
     Raises ValueError."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_GB:
         return int(value * 10**9)
     try:
         return MemorySize().convert(str(value), None, None)
@@ -296,6 +302,11 @@ def read(path: Path) -> Config:
         raise TernError(f"{path}: is not UTF-8 text; give a YAML file, as docs/serve.md describes") from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        for n_values, _ in enumerate(_values(root)):
+            if n_values > _MOST_VALUES:
+                raise TernError(
+                    f"{path}: has more than {_MOST_VALUES:,} values; no configuration has so many"
+                )
         values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -339,6 +350,21 @@ def _located(config: Config, folder: Path) -> Config:
 
     result: Config = located(config)
     return result
+
+
+def _values(node: yaml.Node | None, inside: tuple[yaml.Node, ...] = ()) -> Iterator[yaml.Node]:
+    """All values, those of an alias wherever it stands.
+
+    Raises YAMLError for an alias that contains itself."""
+    if node is None:
+        return
+    if any(node is outer for outer in inside):
+        raise yaml.MarkedYAMLError(problem="an alias that contains itself", problem_mark=node.start_mark)
+    yield node
+    if isinstance(node, yaml.CollectionNode):
+        for child in node.value:
+            for part in child if isinstance(child, tuple) else (child,):
+                yield from _values(part, (*inside, node))
 
 
 def _repeated(node: yaml.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:

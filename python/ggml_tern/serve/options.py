@@ -1,15 +1,10 @@
-"""The options of llama-server that ``tern serve`` sets or looks at: from a configuration, from its own
-defaults, and as the user spells them.
-
-Options are a mapping from the long name without its dashes to the value, None for a flag: as command-line
-words (`words`) and as a section of the router's preset file (`preset_section`) they mean the same.
+"""The options of llama-server that ``tern serve`` sets, from a configuration and by its own defaults; and as
+a section of the router's preset file.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ggml_tern.errors import TernError
 from ggml_tern.serve.config import (
@@ -23,95 +18,14 @@ from ggml_tern.serve.config import (
     kv_type,
     spec_type,
 )
+from ggml_tern.serve.spellings import Options
 
-Options = dict[str, str | None]
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """How llama-server knows an option. aliases: besides the long name, with dashes; those of a flag's
-    opposite too. variable: of the environment. takes_value: False for a flag."""
-
-    aliases: tuple[str, ...] = ()
-    variable: str | None = None
-    takes_value: bool = True
-
-
-#: tests/test_serve.py holds this against llama-server --help.
-SPELLINGS = {
-    "model": Spelling(("-m",), "LLAMA_ARG_MODEL"),
-    "hf-repo": Spelling(("-hf", "-hfr"), "LLAMA_ARG_HF_REPO"),
-    "model-url": Spelling(("-mu",), "LLAMA_ARG_MODEL_URL"),
-    "docker-repo": Spelling(("-dr",), "LLAMA_ARG_DOCKER_REPO"),
-    "models-dir": Spelling((), "LLAMA_ARG_MODELS_DIR"),
-    "models-preset": Spelling((), "LLAMA_ARG_MODELS_PRESET"),
-    "models-max": Spelling((), "LLAMA_ARG_MODELS_MAX"),
-    "alias": Spelling(("-a",), "LLAMA_ARG_ALIAS"),
-    "lora": Spelling(),
-    "lora-scaled": Spelling(),
-    "ctx-size": Spelling(("-c",), "LLAMA_ARG_CTX_SIZE"),
-    "cache-type-k": Spelling(("-ctk",), "LLAMA_ARG_CACHE_TYPE_K"),
-    "cache-type-v": Spelling(("-ctv",), "LLAMA_ARG_CACHE_TYPE_V"),
-    "parallel": Spelling(("-np",), "LLAMA_ARG_N_PARALLEL"),
-    "kv-unified": Spelling(("-kvu", "-no-kvu", "--no-kv-unified"), "LLAMA_ARG_KV_UNIFIED", takes_value=False),
-    "kv-unified-per-slot": Spelling((), "LLAMA_ARG_KV_UNIFIED_PER_SLOT"),
-    "batch-size": Spelling(("-b",), "LLAMA_ARG_BATCH"),
-    "ubatch-size": Spelling(("-ub",), "LLAMA_ARG_UBATCH"),
-    "threads": Spelling(("-t",), "LLAMA_ARG_THREADS"),
-    "device": Spelling(("-dev",), "LLAMA_ARG_DEVICE"),
-    "gpu-layers": Spelling(("-ngl", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS"),
-    "flash-attn": Spelling(("-fa",), "LLAMA_ARG_FLASH_ATTN"),
-    "fit": Spelling(("-fit",), "LLAMA_ARG_FIT"),
-    "cache-ram": Spelling(("-cram",), "LLAMA_ARG_CACHE_RAM"),
-    "ctx-checkpoints": Spelling(("-ctxcp", "--swa-checkpoints"), "LLAMA_ARG_CTX_CHECKPOINTS"),
-    "spec-type": Spelling((), "LLAMA_ARG_SPEC_TYPE"),
-    "spec-draft-model": Spelling(("-md", "--model-draft"), "LLAMA_ARG_SPEC_DRAFT_MODEL"),
-    "spec-draft-n-max": Spelling((), "LLAMA_ARG_SPEC_DRAFT_N_MAX"),
-    "spec-ngram-mod-n-max": Spelling(),
-    "spec-ngram-mod-n-min": Spelling(),
-    "spec-ngram-simple-size-m": Spelling(),
-    "spec-ngram-map-k-size-m": Spelling(),
-    "spec-ngram-map-k4v-size-m": Spelling(),
-    "temp": Spelling(("--temperature",), "LLAMA_ARG_TEMPERATURE"),
-    "top-k": Spelling((), "LLAMA_ARG_TOP_K"),
-    "top-p": Spelling((), "LLAMA_ARG_TOP_P"),
-    "min-p": Spelling((), "LLAMA_ARG_MIN_P"),
-    "repeat-penalty": Spelling((), "LLAMA_ARG_REPEAT_PENALTY"),
-    "seed": Spelling(("-s",)),
-    "host": Spelling((), "LLAMA_ARG_HOST"),
-    "port": Spelling((), "LLAMA_ARG_PORT"),
-    "metrics": Spelling((), "LLAMA_ARG_ENDPOINT_METRICS", takes_value=False),
-    "cors-origins": Spelling((), "LLAMA_ARG_CORS_ORIGINS"),
-    "api-key": Spelling((), "LLAMA_API_KEY"),
-}
-_BY_ALIAS = {
-    alias: name for name, spelling in SPELLINGS.items() for alias in (f"--{name}", *spelling.aliases)
-}
-
-#: Any of these says which model it is to be.
-MODEL_SOURCES = ("model", "hf-repo", "model-url", "docker-repo", "models-dir", "models-preset")
+#: Sections of a preset file that are about all models.
+_GLOBAL_SECTIONS = ("*", "default")
 
 #: What tern serve asks for unless somebody says otherwise. Pages of any site may talk to a server that is
 #: open to all origins; the web page of the server itself needs no leave.
 DEFAULTS: Options = {"gpu-layers": "all", "flash-attn": "on", "metrics": None, "cors-origins": "localhost"}
-
-
-def given(arguments: Sequence[str]) -> Options:
-    """Those of SPELLINGS that are among the user's words; of one that is there twice, the last."""
-    found: Options = {}
-    words = iter(arguments)
-    for word in words:
-        # llama-server takes --ctx_size too.
-        name = _BY_ALIAS.get(word.replace("_", "-") if word.startswith("--") else word)
-        if name is not None:
-            found[name] = next(words, "") if SPELLINGS[name].takes_value else None
-    return found
-
-
-def from_environment() -> Options:
-    """Those of SPELLINGS that the environment sets, which llama-server takes where no word says otherwise."""
-    variables = {name: spelling.variable for name, spelling in SPELLINGS.items() if spelling.variable}
-    return {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
 
 
 def of_model(model: Model | RoutedModel, runtime: Runtime, sampling: Sampling) -> Options:
@@ -182,15 +96,14 @@ def _adapter(adapter: Adapter) -> str:
     return f"{adapter.path}:{adapter.scale:g}"
 
 
-def words(options: Mapping[str, str | None]) -> list[str]:
-    """The options as a command line has them."""
-    return [word for name, value in options.items() for word in (f"--{name}", value) if word is not None]
-
-
 def preset_section(name: str, options: Mapping[str, str | None]) -> str:
     """The options as a section of the router's preset file.
 
-    Raises TernError for a value that such a file cannot hold."""
+    Raises TernError for a name or a value that such a file cannot hold."""
+    unfit = sorted(set(name) & set("]\n\r"))
+    if unfit or not name.strip() or name != name.strip() or name in _GLOBAL_SECTIONS:
+        what = f"with {unfit[0]!r} in it" if unfit else "of this kind"
+        raise TernError(f"models.{name!r}: llama-server's router takes no name {what}; give it another")
     lines = [f"[{name}]"]
     for option, value in options.items():
         text = "true" if value is None else value
@@ -202,9 +115,3 @@ def preset_section(name: str, options: Mapping[str, str | None]) -> str:
             )
         lines.append(f"{option} = {text}")
     return "\n".join(lines) + "\n"
-
-
-def without(options: Mapping[str, str | None], names: Iterable[str]) -> Options:
-    """The options but for some."""
-    left_out = set(names)
-    return {name: value for name, value in options.items() if name not in left_out}

@@ -6,21 +6,29 @@ which starts llama-server, passes signals on and sees to its end.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import mmap
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NoReturn
 
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.host import run as running
 from ggml_tern.host.stock import DEVICE, DEVICE_VARIABLE, host_environment, plugin_variables
 from ggml_tern.plan.arithmetic import LAYOUT_VARIABLE, megabytes
+from ggml_tern.plan.fit import Demand, Fit, Usage, available, fit
 from ggml_tern.serve import memory, supervisor
 from ggml_tern.serve import options as options_of
 from ggml_tern.serve.config import Config
-from ggml_tern.serve.options import DEFAULTS, MODEL_SOURCES, Options, given, without
+from ggml_tern.serve.options import DEFAULTS
+from ggml_tern.serve.spellings import MODEL_SOURCES, Options, from_environment, given, removed, without
+from ggml_tern.serve.spellings import words as words_of
 
 API_KEY_VARIABLE = "LLAMA_API_KEY"
 #: How many models llama-server's router keeps loaded, at most.
@@ -36,12 +44,14 @@ class Launch:
         variables: of its environment, in addition; the API key, which a command line would show to all.
         preset: the text of the router's preset file; None for a single model.
         said: what the user is told, a line each.
+        settled: options that the user's words no longer decide.
     """
 
     words: list[str]
     variables: Mapping[str, str] = field(default_factory=dict)
     preset: str | None = None
     said: tuple[str, ...] = ()
+    settled: tuple[str, ...] = ()
 
 
 def prepare(config: Config, budget: int | None, arguments: Sequence[str]) -> Launch:
@@ -49,29 +59,68 @@ def prepare(config: Config, budget: int | None, arguments: Sequence[str]) -> Lau
 
     Args:
         config: whose model may be overridden by `arguments`.
-        budget: bytes; None for no limit.
+        budget: bytes; None for the memory that is free.
         arguments: of llama-server; they win over `config`.
 
     Raises:
         TernError: something is missing or does not fit.
     """
-    user, environment = given(arguments), options_of.from_environment()
+    user, environment = given(arguments), from_environment()
     common = without(DEFAULTS, environment) | options_of.of_server(config)
+    _check_download(environment | user)
     if config.models and not any(source in user for source in MODEL_SOURCES):
         launch = _router(config, budget, common, user, environment)
     else:
         launch = _single(config, budget, common, user, environment)
     variables = dict(launch.variables)
-    if config.server.api_key is not None and "--api-key-file" not in arguments and "api-key" not in user:
+    if config.server.api_key is not None and "api-key-file" not in user and "api-key" not in user:
         variables[API_KEY_VARIABLE] = config.server.api_key
     effective = environment | common | user
-    where = f"http://{effective.get('host') or '127.0.0.1'}:{effective.get('port') or '8080'}"
-    said = (
-        f"llama-server on {where}, {launch.said[0]}",
+    host = effective.get("host") or "127.0.0.1"
+    said = [
+        f"llama-server on http://{host}:{effective.get('port') or '8080'}, {launch.said[0]}",
         *launch.said[1:],
         *map("note: {}".format, config.notes()),
-    )
-    return Launch([*launch.words, *arguments], variables, launch.preset, said)
+    ]
+    has_key = API_KEY_VARIABLE in variables or "api-key" in effective or "api-key-file" in effective
+    if not has_key and not all(map(_is_private, host.split(","))):
+        said.append(
+            f"warning: whoever reaches {host} may use this server, since it wants no API key: set the "
+            f"variable {API_KEY_VARIABLE}, or server.api_key in a file"
+        )
+    # What was settled here stands in the place of what the user said of it.
+    kept = removed(arguments, launch.settled)
+    return Launch([*launch.words, *kept], variables, launch.preset, tuple(said))
+
+
+def _is_private(host: str) -> bool:
+    """Whether only this machine reaches an address: a loopback one, or a Unix socket."""
+    host = host.strip().strip("[]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost" or host.endswith((".localhost", ".sock"))
+
+
+def _check_download(effective: Options) -> None:
+    """Refuse a model that llama-server is to download where it was built without HTTPS."""
+    source = next((name for name in ("hf-repo", "docker-repo", "model-url") if name in effective), None)
+    if source is None or "offline" in effective or (effective.get(source) or "").startswith("http://"):
+        return
+    if not _speaks_https(running.find_program("llama-server")):
+        what = effective.get(source)
+        raise TernError(
+            f"--{source} {what}: this llama-server was built without HTTPS and downloads nothing; fetch the "
+            "file first, with `hf download` or a browser, and give it as MODEL.gguf"
+        )
+
+
+def _speaks_https(program: Path) -> bool:
+    """Whether a llama-server can download over HTTPS; one that cannot has a sentence on that in its code."""
+    for file in (program, *program.parent.glob("libllama-common.so*")):
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            if code.find(b"HTTPS is not supported") >= 0:
+                return False
+    return True
 
 
 def _single(
@@ -83,25 +132,55 @@ def _single(
     if path is None:
         if budget is not None:
             raise TernError("a memory budget needs the file of the model; give MODEL.gguf")
-        return Launch(options_of.words(options), said=("of a model that its options name",))
-    use = _usage(effective, budget, chooses_layout=True)
+        return Launch(words_of(options), said=("of a model that its options name",))
+    asked = replace(memory.demand(effective), spelled=_spelled, takes_budget=True)
+    found = fit(asked, budget, chooses_layout=True)
+    settled = _settled(found, asked)
     variables = {}
     name = os.path.basename(path)
+    if "alias" not in effective:
+        # Or else the API would call it by all of its path; commas part several names.
+        options["alias"] = name.replace(",", "_")
     device = (options | user).get("device") or plugin_variables()[DEVICE_VARIABLE]
-    if isinstance(use, str):
-        said = [f"{name} on {device}", use]
+    if found.usage is None:
+        said = [f"{name} on {device}"]
     else:
+        use = found.usage
         if use.model.can_be_dense and LAYOUT_VARIABLE not in os.environ:
             variables[LAYOUT_VARIABLE] = "dense" if use.planned.dense else "fast"
         if budget is not None:
             # The context is settled: nothing is left for llama-server to fit.
-            limits = memory.keeping(use, budget - use.total) | {"fit": "off"}
-            options |= without(use.options | limits, user)
-        said = [
-            f"{name} ({use.model.architecture}) on {device}",
-            _account(use, budget),
-        ]
-    return Launch(options_of.words(options), variables, said=tuple(said))
+            options |= without(memory.keeping(use, budget - use.total) | {"fit": "off"}, user)
+        said = [f"{name} ({use.model.architecture}) on {device}", _account(use, budget)]
+    said += [f"note: {note}" for note in found.notes]
+    if _lacks_template(found.source, effective):
+        said.append(
+            f"note: {name} has no chat template, so its answers to a chat, as on the web page, will ramble; "
+            "it is for /v1/completions, or give it one with --chat-template"
+        )
+    return Launch(words_of(options | settled), variables, said=tuple(said), settled=tuple(settled))
+
+
+def _settled(found: Fit, asked: Demand) -> Options:
+    """What the check changes of what was asked for."""
+    settled: Options = {}
+    if found.context != asked.context:
+        settled["ctx-size"] = str(found.context)
+    if found.parallel is not None:
+        settled["parallel"] = str(found.parallel)
+    if found.source.first != asked.path:
+        settled["model"] = str(found.source.first)
+    return settled
+
+
+def _spelled(context: int, kv_type: str, parallel: int | None) -> str:
+    alone = "-np 1 " if parallel == 1 else ""
+    return f"{alone}-c {context} -ctk {kv_type} -ctv {kv_type}"
+
+
+def _lacks_template(source: GGUFSource, effective: Options) -> bool:
+    others = ("chat-template", "chat-template-file", "embedding", "rerank")
+    return "tokenizer.chat_template" not in source.metadata and not any(name in effective for name in others)
 
 
 def _router(
@@ -109,64 +188,52 @@ def _router(
 ) -> Launch:
     """Several models: llama-server's router starts a llama-server for each that a request names."""
     asked: dict[str, Options] = {}
-    uses: dict[str, memory.Usage | str] = {}
+    fits: dict[str, Fit] = {}
+    # A context on the command line is for all of them, and what becomes of it is each model's.
+    for_each = {name: value for name, value in user.items() if name == "ctx-size"}
     for name in config.models:
         # What the user gives on the command line, the router gives to all.
-        asked[name] = without(options_of.of_model(*config.routed(name)), user)
+        asked[name] = without(options_of.of_model(*config.routed(name)), user) | for_each
+        effective = environment | common | asked[name] | user
+        demand = replace(memory.demand(effective), spelled=_spelled, takes_budget=True)
         # The layout goes by the environment, which is the router's for all of them.
-        uses[name] = _usage(environment | common | asked[name] | user, budget, chooses_layout=False)
-    known = [use for use in uses.values() if not isinstance(use, str)]
-    totals = sorted((use.total for use in known), reverse=True)
-    limit = budget if budget is not None else memory.available()
+        fits[name] = fit(demand, budget)
+        asked[name] |= _settled(fits[name], demand)
+    uses = {name: found.usage for name, found in fits.items() if found.usage is not None}
+    totals = sorted((use.total for use in uses.values()), reverse=True)
+    limit = budget if budget is not None else available()
     fitting = sum(sum(totals[: count + 1]) <= limit for count in range(len(totals)))
     loaded = config.memory.max_models
     if "models-max" in environment | user:
         # 0 stands for all of them.
-        loaded = memory.number(environment | user, "models-max") or len(uses)
+        loaded = memory.number(environment | user, "models-max") or len(fits)
     if loaded is None:
         # A model whose memory is not known may take all of it.
-        loaded = max(1, min(fitting, ROUTER_MODELS)) if len(known) == len(uses) else 1
+        loaded = max(1, min(fitting, ROUTER_MODELS)) if len(uses) == len(fits) else 1
     elif budget is not None and sum(totals[:loaded]) > budget:
         raise TernError(
             f"{loaded} models at a time take up to {megabytes(sum(totals[:loaded]))} MB, and the "
             f"budget is {megabytes(budget)} MB; {fitting} fit, or give each a smaller max_context"
         )
-    said = [f"{len(uses)} models on {DEVICE}, at most {loaded} at a time: {', '.join(uses)}"]
+    said = [f"{len(fits)} models on {DEVICE}, at most {loaded} at a time: {', '.join(fits)}"]
     sections = []
-    for index, (name, use) in enumerate(uses.items()):
-        if isinstance(use, str):
-            said.append(f"{name}: {use}")
-        else:
+    for index, (name, found) in enumerate(fits.items()):
+        if found.usage is not None:
             if budget is not None:
                 spare = (budget - sum(totals[:loaded])) // loaded
-                limits = memory.keeping(use, spare) | {"fit": "off"}
-                asked[name] |= without(use.options | limits, user)
-            said.append(f"{name}: {_account(use, budget)}")
+                asked[name] |= without(memory.keeping(found.usage, spare) | {"fit": "off"}, user)
+            said.append(f"{name}: {_account(found.usage, budget)}")
+        said += [f"note: {name}: {note}" for note in found.notes]
         if index == 0:
             asked[name]["load-on-startup"] = "true"
         sections.append(options_of.preset_section(name, asked[name]))
-    words = options_of.words(without(common | {"models-max": str(loaded)}, user))
-    return Launch(words, preset="\n".join(sections), said=tuple(said))
+    words = words_of(without(common | {"models-max": str(loaded)}, user))
+    return Launch(words, preset="\n".join(sections), said=tuple(said), settled=tuple(for_each))
 
 
-def _usage(effective: Options, budget: int | None, *, chooses_layout: bool) -> memory.Usage | str:
-    """What a model will take; why that is not known, where nothing depends on it."""
-    try:
-        return memory.usage(memory.demand(effective), budget, chooses_layout=chooses_layout)
-    except memory.UnknownMemory as error:
-        if budget is not None:
-            raise
-        return f"memory not known: {error}"
-
-
-def _account(use: memory.Usage, budget: int | None) -> str:
-    said = f"memory, MB: {use}: {megabytes(use.total)}"
-    if budget is not None:
-        return f"{said} of {megabytes(budget)}"
-    free = memory.available()
-    if use.total > free:
-        return f"{said}; only {megabytes(free)} are free: give a smaller context (-c), or --memory-budget"
-    return f"{said} of {megabytes(free)} free"
+def _account(use: Usage, budget: int | None) -> str:
+    limit = f"{megabytes(available())} free" if budget is None else megabytes(budget)
+    return f"memory, MB: {use}: {megabytes(use.total)} of {limit}"
 
 
 def shown(launch: Launch) -> str:
