@@ -583,7 +583,7 @@ def test_sizes(tmp_path: Path, size: str, expected: int) -> None:
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
     result = tern_plan(tmp_path / "missing.gguf")
-    assert result.returncode == 1 and result.stdout == ""
+    assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == f"tern: {tmp_path}/missing.gguf: no such file or directory\n"
 
 

@@ -118,4 +118,4 @@ def test_damaged_file_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [TERN, "verify", str(model), str(tmp_path / "bad.gguf")], capture_output=True, text=True
     )
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "bad.gguf" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "bad.gguf" in done.stderr

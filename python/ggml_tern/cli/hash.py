@@ -18,7 +18,7 @@ from ggml_tern.progress import byte_progress
     "--check",
     metavar="LIST",
     type=click.File(encoding="utf-8"),
-    help="Compare with the saved output of `tern hash`; exit code 1 if anything differs.",
+    help="Compare with the saved output of `tern hash`; the exit code is 1 if anything differs.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Print the hashes as JSON.")
 def command(file: Path, check: IO[str] | None, json_output: bool) -> None:
@@ -26,6 +26,8 @@ def command(file: Path, check: IO[str] | None, json_output: bool) -> None:
 
     Two files with the same weights have the same hashes, whatever ternary type they are packed in, whatever
     the order of the tensors, and whatever the metadata.
+
+    Exit codes, as cmp has them: 0, 1 for a difference from --check, 2 for trouble, 130 interrupted.
     """
     from ggml_tern.gguf import digest
     from ggml_tern.gguf.reader import GGUFSource

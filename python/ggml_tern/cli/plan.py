@@ -85,7 +85,9 @@ def command(
     """Tell how much memory a model takes, and whether it fits.
 
     Reads the header alone. The figures are those of the stock llama-server with the plug-in on a CPU; compute
-    buffers and the process itself are estimates. With --memory, the exit code is 1 if the model does not fit.
+    buffers and the process itself are estimates.
+
+    Exit codes: 0, 1 if the model does not fit into --memory, 2 for trouble, 130 interrupted.
     """
     from ggml_tern.plan import arithmetic, tables
     from ggml_tern.plan.header import read_model

@@ -35,8 +35,9 @@ def command(
     """Recompute every tensor of OUT.gguf from SRC, the model that it was converted from, and compare.
 
     Says of each tensor whether it holds the source's values exactly, exactly but for scales rounded to fp16,
-    or as quantizing them gives, bit for bit, and with what error. The exit code is 1 if any tensor is
-    different.
+    or as quantizing them gives, bit for bit, and with what error.
+
+    Exit codes, as cmp has them: 0 none is different, 1 some are, 2 for trouble, 130 interrupted.
     """
     from ggml_tern.convert import verify as verification
     from ggml_tern.convert.read.lora import open_adapter
