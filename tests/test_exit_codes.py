@@ -1,4 +1,4 @@
-"""Exit codes of the commands that compare, as cmp and diff have them: 1 is an answer, which nothing else gives."""
+"""Exit codes of the commands that compare, as cmp and diff have them: 1 is an answer, and nothing else is."""
 
 from __future__ import annotations
 
