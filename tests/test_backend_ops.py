@@ -185,26 +185,26 @@ def test_mul_mat_id(type_id: int, per_expert: bool, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("type_id", one_op.SPECIAL_SLOTS)
+@pytest.mark.parametrize("type_id", one_op.TREATED_SLOTS)
 @pytest.mark.parametrize("name", ["mul_mat", "get_rows"])
-def test_special_matrices_of_no_file(name: str, type_id: int, device: int, rng: np.random.Generator) -> None:
+def test_treated_matrices_of_no_file(name: str, type_id: int, device: int, rng: np.random.Generator) -> None:
     """What is to be done with them is not known, so nothing is."""
     weights = random_blocks(rng, ref.FORMATS[type_id], 8, 256)
     x = None if name == "get_rows" else random_activations(rng, 2, 256)
     ids = np.zeros(2, np.int32) if name == "get_rows" else None
-    for kind, error in ((type_id, None), (one_op.SPECIAL_SLOTS[type_id], "graph_compute returned -1")):
+    for kind, error in ((type_id, None), (one_op.TREATED_SLOTS[type_id], "graph_compute returned -1")):
         op = Op(name, kind, 256, weights, x, ids, "blk.0.attn_q.weight")
         with pytest.raises(RuntimeError, match=error) if error else nullcontext():
             one_op.in_new_process(one_op.run, op, device, 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("type_id", one_op.SPECIAL_SLOTS)
+@pytest.mark.parametrize("type_id", one_op.TREATED_SLOTS)
 def test_products_through_squared_relu(
     type_id: int, device: int, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """Bit for bit what is made of the plain product, once for each output; rows are as in the plain type."""
-    fmt, slot = ref.FORMATS[type_id], one_op.SPECIAL_SLOTS[type_id]
+    fmt, slot = ref.FORMATS[type_id], one_op.TREATED_SLOTS[type_id]
     n_experts, n_out, n_in = 3, 515, 640
     weights = random_blocks(rng, fmt, n_experts * n_out, n_in).reshape(n_experts, n_out, -1)
     x = rng.standard_normal((70, n_in)).astype(np.float32)
@@ -245,13 +245,13 @@ def test_products_through_squared_relu(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("type_id", one_op.SPECIAL_SLOTS)
+@pytest.mark.parametrize("type_id", one_op.TREATED_SLOTS)
 @pytest.mark.parametrize("block", [128, 512])
 def test_rotated_operations(
     block: int, type_id: int, device: int, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """Bit for bit the products that _core gives, whatever the number of threads; rows are the plain ones."""
-    fmt, slot = ref.FORMATS[type_id], one_op.SPECIAL_SLOTS[type_id]
+    fmt, slot = ref.FORMATS[type_id], one_op.TREATED_SLOTS[type_id]
     n_experts, n_out, n_in, v_heads = 3, 37, 1536, (3, 6)
     signs = rotated_files.random_signs(rng, n_in)
     shapes = {

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import make_synthetic as synthetic
+from ggml_tern import _core
 from ggml_tern.convert.quantize.ternarize import Piece, Stats
 from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.host import stock as host
@@ -110,6 +111,44 @@ def test_a_model_too_large_for_the_fast_layout_goes_dense(tmp_path: Path) -> Non
     done = llama_bench(huge)
     assert done.returncode == 1
     assert re.search(r"huge.gguf: of \d+ MB free memory .* in the dense layout", done.stderr), done.stderr
+
+
+def sparse(model: Path, n_bytes: int, out: Path) -> Path:
+    """The model with its last tensor as large as takes so many bytes in the fast layout, and no data in it."""
+    tensor = _core.read_gguf_header(str(model))["tensors"][-1]
+    n_in, bits, stored = {
+        _core.TYPE_PTQ1_0: (tensor["shape"][0], 17 / 8, 7 / 4),
+        _core.TYPE_F32: (1, 32, 32),
+    }[tensor["type"]]
+    n_out = int(n_bytes * 8 / bits) // n_in
+    last = [field for field in gguf_bytes.fields(model) if field.kind == "dimension"][-1]
+    mutated(model, Mutation("large", last.at, struct.pack("<Q", n_out)), out)
+    with out.open("r+b") as file:
+        file.truncate(model.stat().st_size + int(n_out * n_in * stored) // 8)
+    return out
+
+
+def test_models_that_load_at_the_same_moment_have_layouts_of_their_own(tmp_path: Path) -> None:
+    """One too large for the fast layout, whose header is read in the midst of loading a small one."""
+    small = synthetic.write_synthetic(tmp_path / "small.gguf", "ptq1_0", TINY)
+    huge = sparse(small, 2**43, tmp_path / "huge.gguf")
+    buffers = in_llama.ask("buffers_of_one_while_another_opens", str(small), str(huge))
+    assert "TERN_TILES" in buffers and "TERN_DENSE_TILES" not in buffers, buffers
+
+
+def test_split_models_choose_their_layout_by_the_sum_of_their_parts(tmp_path: Path) -> None:
+    """Two parts that would each fit in the fast layout, and do not together. The sizes are those of the header; the
+    process that loads it could not have so much."""
+    free = _core.machine_memory()[1]
+    parts = [
+        sparse(part, free * 6 // 10, tmp_path / part.name)
+        for part in write_split(tmp_path, 2, folder="whole")
+    ]
+    done = llama_bench(parts[0])
+    assert done.returncode == 1
+    said = re.findall(r"ggml-tern: (\S+): of (\d+) MB free memory .* fast one of (\d+) MB", done.stderr)
+    assert len(said) == 1, done.stderr
+    assert said[0][0] == str(parts[0]) and int(said[0][2]) > int(said[0][1]), said
 
 
 # ---- broken and hostile files ----
@@ -289,11 +328,31 @@ def test_peak_memory_of_loading(larger: Path, n_gpu_layers: int) -> None:
     assert peak_kib * 1024 <= packed + 100e6
 
 
+# ---- saving what was loaded ----
+
+
+@pytest.mark.parametrize("type_name", ["pq2_0", "ptq1_0", "q2_0", "tq2_0"])
+def test_a_model_that_is_saved_again_has_the_types_of_files(type_name: str, tmp_path: Path) -> None:
+    """libllama writes the ids that types have inside the process, which no program may read from a file."""
+    model = synthetic.write_synthetic(tmp_path / "model.gguf", type_name, TINY)
+    saved = tmp_path / "saved.gguf"
+    in_llama.ask("save", str(model), str(saved))
+    tensors = [
+        sorted((t["name"], t["type"], t["shape"]) for t in _core.read_gguf_header(str(path))["tensors"])
+        for path in (model, saved)
+    ]
+    assert tensors[0] == tensors[1]
+    first, second = in_llama.ask("digests", [str(model), str(saved)], list(range(100, 120)), 99)
+    assert first == second
+
+
 # ---- several files, several models ----
 
 
-def write_split(path: Path, n_shards: int) -> list[Path]:
+def write_split(path: Path, n_shards: int, folder: str = ".") -> list[Path]:
     """The tiny model in shards as llama-gguf-split names and marks them; all keys are in the first."""
+    path = path / folder
+    path.mkdir(exist_ok=True)
     plan = [(t, synthetic.encode(t, s, 0), s) for t, s in synthetic.plan(TINY, "ptq1_0", "pq2_0")]
     names = [path / f"tiny-{i + 1:05d}-of-{n_shards:05d}.gguf" for i in range(n_shards)]
     for i, name in enumerate(names):

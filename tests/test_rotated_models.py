@@ -264,6 +264,17 @@ def test_what_is_said_of_the_same_bytes(same_bytes: Twins) -> None:
     assert line.startswith(f"ggml-tern: {second}: ") and "rotates it otherwise" in line
 
 
+def test_a_rotated_model_is_not_saved_without_its_keys(
+    models: Callable[[str], Files], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """libllama would write the rotated weights, and not that they are."""
+    saved = tmp_path / "saved.gguf"
+    in_llama.ask("save", str(models("qwen3, tied").rotated), str(saved))
+    assert not saved.exists()
+    (line,) = said_by_plugin(capfd.readouterr().err)
+    assert line.startswith(f"ggml-tern: {saved}: not written: tensor ") and "is rotated" in line
+
+
 # ---- what is added to rotated weights at run time ----
 
 

@@ -100,6 +100,44 @@ def digests_by_threads(paths: list[str], tokens: list[int]) -> list[str]:
     return [_digest(llm, tokens) for llm in models]
 
 
+def buffers_of_one_while_another_opens(path: str, other: str) -> list[str]:
+    """The buffers that the model of `path` gets, by their names in the log, where another thread opens
+    `other` after the header of `path` was read and before its tensors look for a place."""
+    import llama_cpp
+
+    log: list[str] = []
+    opened: list[bool] = []
+
+    def open_other() -> None:
+        opened.append(bool(llama_cpp.llama_model_load_from_file(other.encode(), parameters)))
+
+    def on_line(level: int, text: bytes, data: Any) -> None:
+        log.append(text.decode(errors="replace"))
+        if "loaded meta data" in log[-1] and not opened and threading.current_thread() is loading:
+            thread = threading.Thread(target=open_other)
+            thread.start()
+            thread.join()
+
+    loading = threading.current_thread()
+    callback = llama_cpp.llama_log_callback(on_line)
+    llama_cpp.llama_log_set(callback, None)
+    parameters = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
+    if not model or len(opened) != 1:
+        raise AssertionError(f"loaded: {bool(model)}; the other was opened {len(opened)} times")
+    return re.findall(r"(\S+) model buffer size", "".join(log))
+
+
+def save(path: str, out: str) -> None:
+    """Loads a model and has libllama write it again."""
+    import llama_cpp
+
+    write = llama_cpp.llama_cpp._lib.llama_model_save_to_file
+    write.argtypes, write.restype = [ctypes.c_void_p, ctypes.c_char_p], None
+    llm = _llama(path, 99)
+    write(llm.model, out.encode())
+
+
 def _anonymous_kib() -> int:
     status = Path("/proc/self/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)

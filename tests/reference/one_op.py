@@ -25,7 +25,7 @@ F32_TYPE, I32_TYPE = 0, 26
 # Inside a process the plug-in's types live in two retired type ids; files keep 142 and 143.
 SLOTS = {142: 37, 143: 38}
 # ... and matrices that need more than a product, as the file tells that they are in, in two more.
-SPECIAL_SLOTS = {142: 31, 143: 32}
+TREATED_SLOTS = {142: 31, 143: 32}
 IGPU, ACCEL = 2, 3
 USAGE_WEIGHTS = 1
 
