@@ -333,3 +333,26 @@ def test_devices_report_the_memory_there_is(device: int) -> None:
     # What is free changes while the test runs.
     assert free == pytest.approx(int(meminfo["MemAvailable"]) * 1024, abs=0.25 * total)
     assert 0 < free < total
+
+
+@pytest.mark.parametrize("name", ["mul_mat", "mul_mat_id"])
+def test_memory_that_a_thread_lacks_is_a_status(
+    name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What threads work in is reserved before they begin; where there is none, the graph fails, and the
+    process lives on."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    n_in, n_tokens = 1 << 20, 24
+    fmt = ref.FORMATS[_core.TYPE_PQ2_0]
+    weights = random_blocks(rng, fmt, 8, n_in)
+    x = np.ones((n_tokens, n_in), np.float32)
+    if name == "mul_mat":
+        op = Op(name, _core.TYPE_PQ2_0, n_in, weights, x)
+    else:
+        ids = np.zeros((n_tokens, 1), np.int32)
+        op = Op(name, _core.TYPE_PQ2_0, n_in, weights[None], x[:, None], ids)
+    one, short, two = one_op.in_new_process(one_op.run_short_of_memory, op, one_op.IGPU)
+    assert one[0] == two[0] == 0
+    assert short[0] == -2  # GGML_STATUS_ALLOC_FAILED
+    assert one[1] == two[1]

@@ -88,16 +88,17 @@ bool is_our_attention(const ggml_tensor * node) {
            k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3];
 }
 
-AttentionTask::AttentionTask(const ggml_tensor * node) : work(read_node(node)) {}
+AttentionTask::AttentionTask(const ggml_tensor * node, const ThreadScratch & scratch)
+    : work(read_node(node)), scratch(scratch) {}
 
-void attend(ggml_tensor *, int, int nth, void * data) {
+void attend(ggml_tensor *, int ith, int nth, void * data) {
     auto & task = *static_cast<AttentionTask *>(data);
-    task.work.run(our_kernels(), nth, task.scratch);
+    task.work.run(our_kernels(), nth, task.partials, task.scratch.of(ith));
 }
 
 void combine_attention(ggml_tensor *, int ith, int nth, void * data) {
     const auto & task = *static_cast<const AttentionTask *>(data);
-    task.work.combine(ith, nth, task.scratch);
+    task.work.combine(ith, nth, task.partials);
 }
 
 }  // namespace tern

@@ -13,10 +13,11 @@ bool is_our_attention(const ggml_tensor * node);
 // An attention of a graph, and where its threads meet.
 struct AttentionTask {
     AttentionWork work;
-    float * scratch = nullptr;  // work.n_scratch() floats
+    float * partials = nullptr;  // work.n_partials() floats
+    const ThreadScratch & scratch;
 
     // node: one that is_our_attention() accepts
-    explicit AttentionTask(const ggml_tensor * node);
+    AttentionTask(const ggml_tensor * node, const ThreadScratch & scratch);
 };
 
 // The functions of the custom operations, one after the other; data: an AttentionTask. The second is for split work only.

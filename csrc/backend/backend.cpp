@@ -1,13 +1,16 @@
 // The backend: a stream of graphs, each run on a stock CPU backend with our kernels in it.
 #include "backend.h"
 
+#include "cpu_steps.h"
+
 namespace tern {
 
 namespace {
 
 struct BackendContext {
     ggml_backend_t cpu;
-    GraphRunner runner;
+    int n_threads = GGML_DEFAULT_N_THREADS;  // of `cpu`
+    CpuSteps steps;
 
     explicit BackendContext(ggml_backend_t cpu) : cpu(cpu) {}
     ~BackendContext() { host().ggml_backend_free(cpu); }
@@ -28,7 +31,7 @@ void free_backend(ggml_backend_t backend) {
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     BackendContext & context = context_of(backend);
-    return context.runner.compute(context.cpu, graph);
+    return context.steps.compute(context.cpu, graph, context.n_threads);
 }
 
 const ggml_backend_i BACKEND_INTERFACE = {
@@ -80,6 +83,7 @@ ggml_backend_t backend_new(ggml_backend_dev_t device) {
 void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
     if (auto set = cpu_function<ggml_backend_set_n_threads_t>("ggml_backend_set_n_threads")) {
         set(context_of(backend).cpu, n_threads);
+        context_of(backend).n_threads = n_threads;
     }
 }
 

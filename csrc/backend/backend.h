@@ -1,5 +1,6 @@
 // What the parts of the ggml backend share. The parts, in the order of ggml's own backends, a file each: buffers, the
-// operations of a graph, backend, devices and registry.
+// operations of a graph (which are ternary, the plan, its steps on the CPU; these have headers of their own), backend, devices
+// and registry.
 #pragma once
 
 #include "../cpu/kernels.h"
@@ -9,10 +10,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace tern {
 
@@ -52,27 +51,6 @@ Tiles tiles_of(const ggml_tensor * w, int64_t i);
 
 // What a ternary matrix, or a view of one, needs beside its product; nullptr where that is not known.
 const Treatment * treatment_of(const ggml_tensor * w);
-
-// ---- graph.cpp ----
-
-// Whether the node is a MUL_MAT, MUL_MAT_ID or GET_ROWS of a ternary matrix.
-bool is_ternary_op(const ggml_tensor * node);
-// Whether our kernels can do this ternary operation.
-bool supports_ternary_op(const ggml_tensor * node);
-
-// Turns a graph into one that the stock CPU backend can run, with our kernels as custom operations in it.
-class GraphRunner {
-  public:
-    GraphRunner();
-    ~GraphRunner();
-
-    // Runs `graph` on `cpu`, a stock CPU backend.
-    ggml_status compute(ggml_backend_t cpu, const ggml_cgraph * graph);
-
-  private:
-    struct State;
-    std::unique_ptr<State> state_;
-};
 
 // ---- backend.cpp ----
 

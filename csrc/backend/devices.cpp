@@ -10,6 +10,7 @@
 #include "backend.h"
 
 #include "../host/machine_memory.h"
+#include "ternary_ops.h"
 
 #include <string>
 

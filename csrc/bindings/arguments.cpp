@@ -1,10 +1,8 @@
-// Checks of arguments, and the split of rows over threads: see arguments.h.
+// Checks of arguments: see arguments.h.
 #include "arguments.h"
 
 #include <algorithm>
-#include <atomic>
 #include <thread>
-#include <vector>
 
 namespace py = pybind11;
 
@@ -14,29 +12,6 @@ int thread_count(int n_threads) {
     return n_threads > 0 ? n_threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-void parallel(int64_t n, int n_threads, const std::function<void(int64_t, int64_t)> & work) {
-    n_threads = static_cast<int>(std::min<int64_t>(thread_count(n_threads), n));
-    if (n_threads <= 1) {
-        work(0, n);
-        return;
-    }
-    const int64_t part = std::max<int64_t>(1, n / (n_threads * 8));
-    std::atomic<int64_t> next{0};
-    const auto run = [&] {
-        for (int64_t begin; (begin = next.fetch_add(part)) < n;) {
-            work(begin, std::min(begin + part, n));
-        }
-    };
-    std::vector<std::thread> threads;
-    for (int i = 1; i < n_threads; i++) {
-        threads.emplace_back(run);
-    }
-    run();
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
-}
-
 const TernaryType & require_type(uint32_t id) {
     const TernaryType * type = ternary_type(id);
     if (type == nullptr) {
@@ -44,6 +19,16 @@ const TernaryType & require_type(uint32_t id) {
                               " is not ternary; PQ2_0 (142), PTQ1_0 (143), Q2_0 (42), TQ2_0 (35) and TQ1_0 (34) are");
     }
     return *type;
+}
+
+void require_native_order(const py::array & array, const char * name) {
+    // '=' and '|' stand for the machine's own order and for single bytes.
+    const char order = array.dtype().byteorder();
+    if (order != '=' && order != '|') {
+        throw py::type_error(std::string(name) + " must be in the machine's byte order, not " +
+                             std::string(py::str(array.dtype())) + "; " + name + ".astype(" + name +
+                             ".dtype.newbyteorder('=')) makes it so");
+    }
 }
 
 void require_matrix(const py::array & array, const char * name) {
@@ -60,6 +45,7 @@ void require_dtype(const py::array & array, const char * name, char kind, py::ss
     if (array.dtype().kind() != kind || array.itemsize() != size) {
         throw py::type_error(std::string(name) + " must be " + wanted + ", not " + std::string(py::str(array.dtype())));
     }
+    require_native_order(array, name);
 }
 
 void require_whole_blocks(const TernaryType & type, int64_t n_in, const char * name) {

@@ -1,5 +1,5 @@
 // What the functions of the Python module do with their arguments: checks, which raise ValueError or TypeError with a line that
-// says what was found and what is wanted, and the split of rows over threads.
+// says what was found and what is wanted.
 #pragma once
 
 #include "../cpu/kernels.h"
@@ -9,7 +9,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 
@@ -20,10 +19,9 @@ using Bytes = pybind11::array_t<uint8_t>;
 // The number of threads that an argument n_threads asks for: 0 stands for as many as the machine has.
 int thread_count(int n_threads);
 
-// Calls work(begin, end) for parts of [0, n) on up to n_threads threads (0: as many as the machine has).
-void parallel(int64_t n, int n_threads, const std::function<void(int64_t, int64_t)> & work);
-
 const TernaryType & require_type(uint32_t id);
+// Raises TypeError for an array in the other byte order.
+void require_native_order(const pybind11::array & array, const char * name);
 void require_matrix(const pybind11::array & array, const char * name);
 void require_dtype(const pybind11::array & array, const char * name, char kind, pybind11::ssize_t size,
                    const char * wanted);

@@ -1,5 +1,6 @@
 // ggml_tern._core.attention: the plug-in's attention on numpy arrays.
 #include "../cpu/attention.h"
+#include "../cpu/team.h"
 #include "arguments.h"
 #include "bindings.h"
 
@@ -90,12 +91,13 @@ py::array_t<float> attention(const py::array & q, uint32_t type_k, const py::arr
 
     const py::gil_scoped_release unlocked;
     AttentionWork work(a);
-    std::vector<float> scratch(work.n_scratch());
+    std::vector<float> partials(work.n_partials());
     const int threads = thread_count(n_threads);
-    parallel(threads, threads, [&](int64_t, int64_t) { work.run(kernels, threads, scratch.data()); });
+    ThreadScratch scratch;
+    scratch.reserve(threads, work.scratch_bytes());
+    for_each_thread(threads, [&](int ith) { work.run(kernels, threads, partials.data(), scratch.of(ith)); });
     if (work.is_split()) {
-        parallel(threads, threads,
-                 [&](int64_t thread, int64_t) { work.combine(static_cast<int>(thread), threads, scratch.data()); });
+        for_each_thread(threads, [&](int ith) { work.combine(ith, threads, partials.data()); });
     }
     return out;
 }

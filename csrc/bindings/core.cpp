@@ -3,6 +3,8 @@
 // Rows are split over threads; the interpreter's lock is released meanwhile. Whatever is wrong with the arguments is
 // raised as ValueError or TypeError before anything is computed.
 #include "../cpu/kernels.h"
+#include "../cpu/product.h"
+#include "../cpu/team.h"
 #include "../format/float16.h"
 #include "../format/gguf_header.h"
 #include "../format/hadamard.h"
@@ -39,6 +41,7 @@ namespace {
 // ---- codecs ----
 
 WeightFormat weight_format(const py::array & weights) {
+    require_native_order(weights, "weights");
     const char kind = weights.dtype().kind();
     if (kind == 'f' && weights.itemsize() == 4) {
         return WeightFormat::F32;
@@ -80,7 +83,7 @@ py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<py
     std::vector<TernarizeStats> parts(n_parts);
     {
         const py::gil_scoped_release unlocked;
-        parallel(n_parts, n_threads, [&](int64_t begin, int64_t end) {
+        parallel(n_parts, thread_count(n_threads), [&](int64_t begin, int64_t end) {
             for (int64_t p = begin; p < end; p++) {
                 const int64_t row = p * part_rows;
                 const int64_t n = std::min(part_rows, n_rows - row) * n_in;
@@ -133,7 +136,7 @@ Bytes pack(uint32_t type_id, const py::array & trits, const py::array & scales, 
     std::atomic<bool> bad_scale{false};
     {
         const py::gil_scoped_release unlocked;
-        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+        parallel(n_rows, thread_count(n_threads), [&](int64_t begin, int64_t end) {
             std::vector<uint8_t> codes(n_in);
             std::vector<uint16_t> fp16(n_blocks);
             for (int64_t r = begin; r < end; r++) {
@@ -178,7 +181,7 @@ py::tuple unpack(uint32_t type_id, const py::array & data, int n_threads) {
     auto * s = scales.mutable_data();
     {
         const py::gil_scoped_release unlocked;
-        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+        parallel(n_rows, thread_count(n_threads), [&](int64_t begin, int64_t end) {
             std::vector<uint8_t> codes(n_in);
             std::vector<uint16_t> fp16(n_blocks);
             for (int64_t r = begin; r < end; r++) {
@@ -200,7 +203,7 @@ py::array_t<float> dequantize(uint32_t type_id, const py::array & data, int n_th
     const auto * src = static_cast<const uint8_t *>(data.data());
     auto * w = weights.mutable_data();
     const py::gil_scoped_release unlocked;
-    parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+    parallel(n_rows, thread_count(n_threads), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             dequantize_row(type, src + r * type.row_bytes(n_in), n_in, w + r * n_in);
         }
@@ -220,7 +223,7 @@ Bytes transcode(uint32_t from_id, uint32_t to_id, const py::array & data, int n_
     std::vector<Transcode> results(n_rows);
     {
         const py::gil_scoped_release unlocked;
-        parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+        parallel(n_rows, thread_count(n_threads), [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; r++) {
                 results[r] =
                     transcode_row(from, to, src + r * from.row_bytes(n_in), n_in, dst + r * to.row_bytes(n_in));
@@ -334,7 +337,7 @@ py::array_t<float> map_rows(const Rotation & rotation, const py::array & x, int 
     auto * out = y.mutable_data();
     const int64_t n_rows = x.shape(0);
     const py::gil_scoped_release unlocked;
-    parallel(n_rows, n_threads, [&](int64_t begin, int64_t end) {
+    parallel(n_rows, thread_count(n_threads), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             work(in + row * n_in, out + row * n_in);
         }

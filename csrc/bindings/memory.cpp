@@ -56,7 +56,7 @@ size_t most_attention_scratch(int64_t n_tokens, int64_t n_heads, int64_t n_kv_he
     a.n_sequences = 1;
     size_t most = 0;
     for (a.n_tokens = 1; a.n_tokens <= n_tokens; a.n_tokens++) {
-        most = std::max(most, AttentionWork(a).n_scratch());
+        most = std::max(most, AttentionWork(a).n_partials());
     }
     return most * sizeof(float);
 }

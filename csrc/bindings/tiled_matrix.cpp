@@ -1,11 +1,15 @@
 // The product of a matrix in tiles, as the plug-in computes it, on numpy arrays.
 #include "tiled_matrix.h"
 
+#include "../cpu/product.h"
+#include "../cpu/shared_work.h"
+#include "../cpu/team.h"
 #include "arguments.h"
 #include "bindings.h"
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace py = pybind11;
@@ -37,22 +41,24 @@ py::array_t<float> multiply_tiled(const TiledMatrix & matrix, const py::array & 
     const Kernels & table = kernels_by_name(isa);
     const int64_t n_cols = x.shape(0);
     py::array_t<float> y(std::vector<py::ssize_t>{n_cols, matrix.n_out()});
-    const auto * values = static_cast<const float *>(x.data());
     auto * results = y.mutable_data();
 
     const py::gil_scoped_release unlocked;
-    const ColumnLayout layout(n_in);
-    std::vector<uint8_t> quantized(layout.bytes * n_cols);
-    std::vector<const uint8_t *> columns(n_cols);
-    std::vector<float *> outputs(n_cols);
-    for (int64_t c = 0; c < n_cols; c++) {
-        columns[c] = quantized.data() + c * layout.bytes;
-        outputs[c] = results + c * matrix.n_out();
-        prepare_column(table, rotation, layout, values + c * n_in, 0, layout.n_groups,
-                       quantized.data() + c * layout.bytes);
-    }
-    parallel(tile_count(matrix.n_out()), n_threads, [&](int64_t begin, int64_t end) {
-        matmul(table, matrix.tiles(), begin, end, layout, columns.data(), n_cols, outputs.data());
+    FloatColumns columns{static_cast<const char *>(x.data()), n_in, n_cols};
+    columns.column_stride = static_cast<size_t>(n_in) * sizeof(float);
+    ReadyColumns ready(table, rotation, columns);
+    const StreamedMemory memory = allocate_streamed(ready.n_bytes());
+    ready.lie_in(memory.get());
+    const Product product(table, ready, 0, {matrix.tiles()}, results,
+                          static_cast<size_t>(matrix.n_out()) * sizeof(float));
+    const int threads = thread_count(n_threads);
+    ThreadScratch scratch;
+    scratch.reserve(threads, std::max(ready.scratch_bytes(), product.scratch_bytes()));
+    for_each_thread(threads, [&](int ith) { ready.prepare(ith, threads, scratch.of(ith)); });
+    SharedWork work;
+    for_each_thread(threads, [&](int ith) {
+        work.run(product.n_items(), ith, threads,
+                 [&](int64_t begin, int64_t end) { product.multiply(begin, end, scratch.of(ith)); });
     });
     return y;
 }

@@ -3,6 +3,7 @@
 
 #include "../cpu/kernels.h"
 #include "../cpu/tiled_matrix.h"
+#include "../format/hadamard.h"
 
 #include <pybind11/numpy.h>
 

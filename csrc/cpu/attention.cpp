@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 namespace tern {
 
@@ -31,7 +30,7 @@ constexpr size_t LINE = 64;  // of the cache, in bytes
 constexpr int64_t ENOUGH_TILES = 64;
 constexpr int64_t MAX_SCRATCH = int64_t{8} << 20;
 
-// The memory of a thread, kept from call to call.
+// What a thread works in.
 struct Workspace {
     float * q;        // [rows][d_k], scaled
     float * scores;   // [rows][ATTENTION_CHUNK], then the weights
@@ -39,25 +38,15 @@ struct Workspace {
     float * sums;     // [rows][d_v], of a piece
     float * totals;   // [rows][d_v], of all pieces so far
 
-    Workspace(const Attention & a, int64_t n_rows) {
-        const int64_t sizes[] = {n_rows * a.d_k, n_rows * ATTENTION_CHUNK, ATTENTION_CHUNK * std::max(a.d_k, a.d_v),
-                                 n_rows * a.d_v, n_rows * a.d_v};
-        size_t total = LINE / sizeof(float);
-        for (const int64_t size : sizes) {
-            total += static_cast<size_t>(size);
-        }
-        thread_local std::vector<float> memory;
-        if (memory.size() < total) {
-            memory.resize(total);
-        }
-        // All sizes are multiples of 32 floats, so all parts begin with a cache line.
-        float * next =
-            memory.data() + (LINE - reinterpret_cast<uintptr_t>(memory.data()) % LINE) % LINE / sizeof(float);
-        float ** const parts[] = {&q, &scores, &decoded, &sums, &totals};
-        for (size_t i = 0; i < std::size(parts); i++) {
-            *parts[i] = next;
-            next += sizes[i];
-        }
+    Workspace(const Attention & a, int64_t n_rows, Scratch scratch)
+        : q(scratch.take<float>(n_rows * a.d_k)), scores(scratch.take<float>(n_rows * ATTENTION_CHUNK)),
+          decoded(scratch.take<float>(ATTENTION_CHUNK * std::max(a.d_k, a.d_v))),
+          sums(scratch.take<float>(n_rows * a.d_v)), totals(scratch.take<float>(n_rows * a.d_v)) {}
+
+    static size_t bytes(const Attention & a, int64_t n_rows) {
+        return Scratch::bytes<float>(n_rows * a.d_k) + Scratch::bytes<float>(n_rows * ATTENTION_CHUNK) +
+               Scratch::bytes<float>(ATTENTION_CHUNK * std::max(a.d_k, a.d_v)) +
+               2 * Scratch::bytes<float>(n_rows * a.d_v);
     }
 };
 
@@ -160,9 +149,9 @@ struct TileRange {
 
 class Tile {
   public:
-    Tile(const AttentionKernels & kernels, const Attention & a, const TileRange & range)
+    Tile(const AttentionKernels & kernels, const Attention & a, const TileRange & range, const Scratch & scratch)
         : kernels_(kernels), a_(a), range_(range), k_{a.k, a.type_k, a.d_k}, v_{a.v, a.type_v, a.d_v},
-          group_(a.n_heads / a.n_kv_heads), memory_(a, range.n_heads * range.n_rows) {
+          group_(a.n_heads / a.n_kv_heads), memory_(a, range.n_heads * range.n_rows, scratch) {
         const float scale = a.softcap != 0 ? a.scale / a.softcap : a.scale;
         for (int64_t h = range.kv_head; h < range.kv_head + range.n_heads; h++) {
             for (int64_t r = range.first_row; r < range.first_row + range.n_rows; r++) {
@@ -353,8 +342,12 @@ AttentionWork::AttentionWork(const Attention & attention) : attention_(attention
     n_splits_ = is_short ? std::max<int64_t>(n_pieces_, 1) : 1;
 }
 
-size_t AttentionWork::n_scratch() const {
+size_t AttentionWork::n_partials() const {
     return is_split() ? static_cast<size_t>(n_rows() * n_pieces_ * partial_size()) : 0;
+}
+
+size_t AttentionWork::scratch_bytes() const {
+    return Workspace::bytes(attention_, max_rows_);
 }
 
 // Several KV heads make a tile, which is then read nearly in the order of the memory, as long as there is one for each thread.
@@ -369,7 +362,7 @@ int64_t AttentionWork::heads_per_tile(int n_threads) const {
     return 1;
 }
 
-void AttentionWork::run(const AttentionKernels & kernels, int n_threads, float * scratch) {
+void AttentionWork::run(const AttentionKernels & kernels, int n_threads, float * partials, Scratch scratch) {
     const Attention & a = attention_;
     const int64_t heads = heads_per_tile(n_threads);
     const int64_t groups = a.n_kv_heads / heads;
@@ -380,11 +373,11 @@ void AttentionWork::run(const AttentionKernels & kernels, int n_threads, float *
         const int64_t group = unit / n_splits_ / tiles_per_head_ % groups;
         const int64_t sequence = unit / n_splits_ / tiles_per_head_ / groups;
         const int64_t n_rows = std::min(rows_per_tile_, a.n_tokens * (a.n_heads / a.n_kv_heads) - first_row);
-        Tile tile(kernels, a, {sequence, group * heads, heads, first_row, n_rows});
+        Tile tile(kernels, a, {sequence, group * heads, heads, first_row, n_rows}, scratch);
         if (is_split()) {
             tile.compute_piece(split);
             for (int r = 0; r < tile.n_rows(); r++) {
-                float * partial = scratch + (tile.row(r).index * n_pieces_ + split) * partial_size();
+                float * partial = partials + (tile.row(r).index * n_pieces_ + split) * partial_size();
                 partial[0] = tile.row(r).maximum;
                 partial[1] = tile.row(r).sum;
                 std::copy_n(tile.sums(r), a.d_v, partial + 2);
@@ -407,14 +400,14 @@ void AttentionWork::run(const AttentionKernels & kernels, int n_threads, float *
     }
 }
 
-void AttentionWork::combine(int thread, int n_threads, const float * scratch) const {
+void AttentionWork::combine(int thread, int n_threads, const float * partials) const {
     const int64_t end = n_rows() * (thread + 1) / n_threads;
     for (int64_t index = n_rows() * thread / n_threads; index < end; index++) {
         float * out = attention_.out + index * attention_.d_v;
         Total total;
         total.begin(attention_, index % attention_.n_heads, out);
         for (int64_t piece = 0; piece < n_pieces_; piece++) {
-            const float * partial = scratch + (index * n_pieces_ + piece) * partial_size();
+            const float * partial = partials + (index * n_pieces_ + piece) * partial_size();
             total.add(partial[0], partial[1], partial + 2);
         }
         total.finish(out);

@@ -20,6 +20,8 @@
 //   finite numbers is done again alone, with the positions of weight 0 left out.
 #pragma once
 
+#include "scratch.h"
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -80,14 +82,15 @@ class AttentionWork {
 
     // Whether the pieces of a row are computed apart: where there are few rows, several threads share them.
     bool is_split() const { return n_splits_ > 1; }
-    // Memory that run() and combine() want, in floats.
-    size_t n_scratch() const;
+    // What the pieces leave for combine(), in floats, and what a thread works in.
+    size_t n_partials() const;
+    size_t scratch_bytes() const;
 
     // Before the work is done again.
     void reset() { next_unit_.store(0, std::memory_order_relaxed); }
 
-    void run(const AttentionKernels & kernels, int n_threads, float * scratch);
-    void combine(int thread, int n_threads, const float * scratch) const;
+    void run(const AttentionKernels & kernels, int n_threads, float * partials, Scratch scratch);
+    void combine(int thread, int n_threads, const float * partials) const;
 
   private:
     int64_t n_rows() const { return attention_.n_sequences * attention_.n_tokens * attention_.n_heads; }

@@ -1,9 +1,8 @@
-// Attention in plain C++, for any processor: each position is decoded into a buffer, and the rest are plain loops.
+// Attention in plain C++, for any processor: block by block is decoded, and the rest are plain loops.
 #include "attention_kernels.h"
 #include "attention_softmax.h"
 
 #include <cstring>
-#include <vector>
 
 namespace tern {
 
@@ -61,24 +60,30 @@ void decode(KvType type, const uint8_t * rows, size_t stride, int n_positions, i
     }
 }
 
-// The values of one position, valid until the next call.
-const float * decoded(KvType type, const uint8_t * row, int64_t d) {
-    thread_local std::vector<float> values;
-    values.resize(static_cast<size_t>(d));
-    decode(type, row, 0, 1, d, values.data());
-    return values.data();
-}
+// Block b of a row as floats.
+struct DecodedBlock {
+    float values[KV_BLOCK];
+
+    DecodedBlock(KvType type, const uint8_t * row, int64_t b) {
+        decode(type, row + b * block_bytes(type), 0, 1, KV_BLOCK, values);
+    }
+};
 
 void multiply(KvType type, const uint8_t * k, size_t stride, int n_positions, int64_t d, const float * q, int n_rows,
               float * scores) {
     for (int p = 0; p < n_positions; p++) {
-        const float * values = decoded(type, k + p * stride, d);
         for (int r = 0; r < n_rows; r++) {
-            float sum = 0;
-            for (int64_t i = 0; i < d; i++) {
-                sum += q[r * d + i] * values[i];
+            scores[r * ATTENTION_CHUNK + p] = 0;
+        }
+        for (int64_t b = 0; b < d / KV_BLOCK; b++) {
+            const DecodedBlock block(type, k + p * stride, b);
+            for (int r = 0; r < n_rows; r++) {
+                float sum = scores[r * ATTENTION_CHUNK + p];
+                for (int i = 0; i < KV_BLOCK; i++) {
+                    sum += q[r * d + b * KV_BLOCK + i] * block.values[i];
+                }
+                scores[r * ATTENTION_CHUNK + p] = sum;
             }
-            scores[r * ATTENTION_CHUNK + p] = sum;
         }
     }
 }
@@ -86,11 +91,13 @@ void multiply(KvType type, const uint8_t * k, size_t stride, int n_positions, in
 void accumulate(KvType type, const uint8_t * v, size_t stride, int n_positions, int64_t d, const float * weights,
                 int n_rows, float * sums) {
     for (int p = 0; p < n_positions; p++) {
-        const float * values = decoded(type, v + p * stride, d);
-        for (int r = 0; r < n_rows; r++) {
-            const float weight = weights[r * ATTENTION_CHUNK + p];
-            for (int64_t i = 0; i < d; i++) {
-                sums[r * d + i] += weight * values[i];
+        for (int64_t b = 0; b < d / KV_BLOCK; b++) {
+            const DecodedBlock block(type, v + p * stride, b);
+            for (int r = 0; r < n_rows; r++) {
+                const float weight = weights[r * ATTENTION_CHUNK + p];
+                for (int i = 0; i < KV_BLOCK; i++) {
+                    sums[r * d + b * KV_BLOCK + i] += weight * block.values[i];
+                }
             }
         }
     }

@@ -10,10 +10,8 @@
 // One table of functions per instruction set; kernels() picks it when first called.
 #pragma once
 
-#include "../format/hadamard.h"
 #include "tiles.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -75,57 +73,5 @@ const Kernels & kernels();
 
 // All tables that this processor can run, best first: entries [0, *count).
 const Kernels * const * available_kernels(int * count);
-
-// Groups that are rotated and quantized together: a block may span several of them.
-int64_t rotation_unit(const Rotation * rotation);
-
-// One row of rotated weights to the plain weights that it stands for; `row` is overwritten.
-void unrotate_row(const Kernels & kernels, const Rotation & rotation, float * row, float * plain);
-
-// How n_cols columns are dealt out to panels: as many as are needed, all of about the same width. Panel p lies
-// begin(p) * ColumnLayout::bytes behind the first one.
-struct Panels {
-    int64_t n_cols;
-    int64_t count;
-
-    Panels(int64_t n_cols, int max_width) : n_cols(n_cols), count((n_cols + max_width - 1) / max_width) {}
-    int64_t begin(int64_t panel) const { return n_cols * panel / count; }
-    int width(int64_t panel) const { return static_cast<int>(begin(panel + 1) - begin(panel)); }
-};
-
-// Quantizes the groups [group_begin, group_end) of the column x, rotated first if there is a rotation (else nullptr). The
-// groups are whole units of rotation_unit().
-void prepare_column(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout, const float * x,
-                    int64_t group_begin, int64_t group_end, uint8_t * column);
-// The same for all columns of a panel.
-void prepare_panel(const Kernels & kernels, const Rotation * rotation, const ColumnLayout & layout,
-                   const float * const * x, int n_cols, int64_t group_begin, int64_t group_end, uint8_t * panel);
-
-// The rows of tiles [tile_begin, tile_end) times the n_cols columns of `panels`. outputs[c] points at row 0 of column c.
-void multiply_panels(const Kernels & kernels, const Tiles & tiles, int64_t tile_begin, int64_t tile_end,
-                     const ColumnLayout & layout, const uint8_t * panels, int64_t n_cols, float * const * outputs);
-
-// One row as floats.
-void dequantize_row(const Kernels & kernels, const Tiles & tiles, int64_t row, float * weights);
-
-// What threads share of a matrix that meets n_cols columns: items of some tiles each, so many that taking one does not cost.
-struct Items {
-    int64_t tiles;
-    int64_t per_item;
-    int64_t count;
-
-    Items(const Kernels & kernels, const Tiles & matrix, int64_t n_cols);
-
-    // The first tile of an item; behind the last item, the number of tiles.
-    int64_t tile(int64_t item) const { return std::min(item * per_item, tiles); }
-};
-
-// Deals columns that lie anywhere, each a panel of its own, out to `panels`: n_cols * layout.bytes.
-void make_panels(const Kernels & kernels, const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols,
-                 uint8_t * panels);
-
-// multiply_panels() for such columns.
-void matmul(const Kernels & kernels, const Tiles & tiles, int64_t tile_begin, int64_t tile_end,
-            const ColumnLayout & layout, const uint8_t * const * columns, int64_t n_cols, float * const * outputs);
 
 }  // namespace tern

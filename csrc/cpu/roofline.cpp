@@ -2,8 +2,10 @@
 #include "roofline.h"
 
 #include "multiply_add_loops.h"
+#include "product.h"
 #include "shared_work.h"
 #include "streamed_memory.h"
+#include "team.h"
 
 #include <algorithm>
 #include <atomic>
@@ -69,18 +71,6 @@ class Barrier {
     std::atomic<int> round_{0};
     Clock::time_point complete_[2];  // of this round and the one before, which a slow thread may still want to know
 };
-
-// Calls work(ith) in n_threads threads; the first is the caller's own.
-void run_team(int n_threads, const std::function<void(int)> & work) {
-    std::vector<std::thread> threads;
-    for (int i = 1; i < n_threads; i++) {
-        threads.emplace_back(work, i);
-    }
-    work(0);
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
-}
 
 // Memory that a thread takes at a time; it reads four quarters of it side by side. The processor's prefetcher follows each of
 // them, and gets further ahead than with one: 28% faster with one thread and 18% with two on a Zen 3, where asking for what
@@ -155,59 +145,44 @@ const MultiplyAddLoop * const MULTIPLY_ADD_LOOPS[] = {
 };
 
 // The product of a matrix with columns of its own, in the steps of the plug-in; every thread calls them, ith of nth.
-class Product {
+class OwnProduct {
   public:
-    Product(const Kernels & kernels, const TiledMatrix & matrix, int64_t n_cols)
-        : kernels_(kernels), matrix_(matrix), layout_(matrix.n_in()), panels_(n_cols, kernels.max_columns),
-          x_(static_cast<size_t>(n_cols * matrix.n_in())),
-          quantized_(allocate_streamed(static_cast<size_t>(n_cols) * layout_.bytes)),
-          y_(static_cast<size_t>(n_cols * matrix.n_out())) {
+    OwnProduct(const Kernels & kernels, const TiledMatrix & matrix, int64_t n_cols)
+        : x_(static_cast<size_t>(n_cols * matrix.n_in())), y_(static_cast<size_t>(n_cols * matrix.n_out())),
+          columns_(kernels, nullptr, columns_of(x_, matrix.n_in(), n_cols)),
+          ready_(allocate_streamed(columns_.n_bytes())),
+          product_(kernels, columns_, 0, {matrix.tiles()}, y_.data(), matrix.n_out() * sizeof(float)) {
+        columns_.lie_in(ready_.get());
         uint32_t state = 1;
         for (float & value : x_) {
             state = state * 1664525u + 1013904223u;
             value = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f;
         }
-        for (int64_t c = 0; c < n_cols; c++) {
-            columns_.push_back(x_.data() + c * matrix.n_in());
-            outputs_.push_back(y_.data() + c * matrix.n_out());
-        }
     }
+
+    size_t scratch_bytes() const { return std::max(columns_.scratch_bytes(), product_.scratch_bytes()); }
 
     void begin() { work_.reset(); }
 
-    void prepare(int ith, int nth) {
-        const int64_t n_groups = layout_.n_groups;
-        const int64_t total = panels_.count * n_groups;
-        const int64_t end = total * (ith + 1) / nth;
-        for (int64_t i = total * ith / nth; i < end;) {
-            const int64_t panel = i / n_groups;
-            const int64_t first = i % n_groups;
-            const int64_t last = std::min(n_groups, first + end - i);
-            const int64_t column = panels_.begin(panel);
-            prepare_panel(kernels_, nullptr, layout_, columns_.data() + column, panels_.width(panel), first, last,
-                          quantized_.get() + static_cast<size_t>(column) * layout_.bytes);
-            i += last - first;
-        }
-    }
+    void prepare(int ith, int nth, const Scratch & scratch) const { columns_.prepare(ith, nth, scratch); }
 
-    void multiply(int ith, int nth) {
-        const Items items(kernels_, matrix_.tiles(), panels_.n_cols);
-        work_.run(items.count, ith, nth, [&](int64_t begin, int64_t end) {
-            multiply_panels(kernels_, matrix_.tiles(), items.tile(begin), items.tile(end), layout_, quantized_.get(),
-                            panels_.n_cols, outputs_.data());
-        });
+    void multiply(int ith, int nth, const Scratch & scratch) {
+        work_.run(product_.n_items(), ith, nth,
+                  [&](int64_t begin, int64_t end) { product_.multiply(begin, end, scratch); });
     }
 
   private:
-    const Kernels & kernels_;
-    const TiledMatrix & matrix_;
-    ColumnLayout layout_;
-    Panels panels_;
+    static FloatColumns columns_of(const std::vector<float> & x, int64_t n_in, int64_t n_cols) {
+        FloatColumns columns{reinterpret_cast<const char *>(x.data()), n_in, n_cols};
+        columns.column_stride = static_cast<size_t>(n_in) * sizeof(float);
+        return columns;
+    }
+
     std::vector<float> x_;
-    StreamedMemory quantized_;
     std::vector<float> y_;
-    std::vector<const float *> columns_;
-    std::vector<float *> outputs_;
+    ReadyColumns columns_;
+    StreamedMemory ready_;
+    Product product_;
     SharedWork work_;
 };
 
@@ -246,23 +221,25 @@ double multiply_add_peak(const Kernels & kernels, int n_threads, double seconds)
 
 std::vector<ProductTimes> time_products(const Kernels & kernels, const std::vector<const TiledMatrix *> & matrices,
                                         int64_t n_cols, int n_threads, int repeats) {
-    std::deque<Product> products;
+    std::deque<OwnProduct> products;
+    ThreadScratch scratch;
     for (const TiledMatrix * matrix : matrices) {
         products.emplace_back(kernels, *matrix, n_cols);
+        scratch.reserve(n_threads, products.back().scratch_bytes());
     }
     Barrier barrier(n_threads);
     std::vector<ProductTimes> times(repeats);
     run_team(n_threads, [&](int ith) {
         for (int pass = -1; pass < repeats; pass++) {
             ProductTimes taken{};
-            for (Product & product : products) {
+            for (OwnProduct & product : products) {
                 if (ith == 0) {
                     product.begin();
                 }
                 const auto begin = barrier.wait();
-                product.prepare(ith, n_threads);
+                product.prepare(ith, n_threads, scratch.of(ith));
                 const auto prepared = barrier.wait();
-                product.multiply(ith, n_threads);
+                product.multiply(ith, n_threads, scratch.of(ith));
                 const auto multiplied = barrier.wait();
                 taken.prepare += seconds_between(begin, prepared);
                 taken.multiply += seconds_between(prepared, multiplied);

@@ -17,6 +17,7 @@
 #include "cpu/dense_tiles.h"
 #include "cpu/kernel_tables.h"
 #include "cpu/multiply_add_loops.h"
+#include "cpu/product.h"
 
 #include <algorithm>
 #include <cmath>
@@ -92,7 +93,7 @@ void product(const Kernels & kernels, const int64_t * numbers, std::FILE * in, s
     if (dense) {
         tiles = condensed(tiles, n_in);
     }
-    const tern::Tiles matrix{tiles.data(), n_in, n_out, group, dense};
+    const tern::ProductMatrix matrix{{tiles.data(), n_in, n_out, group, dense}};
     const tern::ColumnLayout layout(n_in);
     std::vector<uint8_t> quantized(n_cols * layout.bytes);
     std::vector<float> y(n_cols * n_out);
@@ -105,8 +106,12 @@ void product(const Kernels & kernels, const int64_t * numbers, std::FILE * in, s
         outputs.push_back(y.data() + c * n_out);
     }
     for (int64_t c = 0; c < n_cols; c += at_a_time) {
-        tern::matmul(kernels, matrix, 0, n_tiles, layout, columns.data() + c, std::min(at_a_time, n_cols - c),
-                     outputs.data() + c);
+        const int64_t n = std::min(at_a_time, n_cols - c);
+        std::vector<uint8_t> panels(n * layout.bytes);
+        tern::make_panels(kernels, layout, columns.data() + c, n, panels.data());
+        tern::ThreadScratch scratch;
+        scratch.reserve(1, tern::multiply_scratch_bytes(kernels, matrix, n));
+        tern::multiply_panels(kernels, matrix, 0, n_tiles, layout, panels.data(), n, outputs.data() + c, scratch.of(0));
     }
     write(out, quantized);
     write(out, y);
@@ -159,10 +164,12 @@ void attention(const Kernels & kernels, const int64_t * numbers, std::FILE * in,
     std::vector<float> y(a.n_tokens * a.n_heads * a.d_v);
     a.out = y.data();
     tern::AttentionWork work(a);
-    std::vector<float> scratch(work.n_scratch());
-    work.run(tern::attention_kernels(kernels.isa), 1, scratch.data());
+    std::vector<float> partials(work.n_partials());
+    tern::ThreadScratch scratch;
+    scratch.reserve(1, work.scratch_bytes());
+    work.run(tern::attention_kernels(kernels.isa), 1, partials.data(), scratch.of(0));
     if (work.is_split()) {
-        work.combine(0, 1, scratch.data());
+        work.combine(0, 1, partials.data());
     }
     write(out, y);
 }

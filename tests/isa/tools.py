@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +74,13 @@ def cross_compiler() -> Compiler:
     return Compiler([str(program.path), f"-B{program.path.parent}/aarch64-linux-gnu-"], program.variables)
 
 
-def build(program: Path, cxx: Compiler, sources: dict[Path, list[str]], flags: list[str]) -> Path:
+def build(
+    program: Path,
+    cxx: Compiler,
+    sources: dict[Path, list[str]],
+    flags: list[str],
+    libraries: Sequence[str] = (),
+) -> Path:
     """Compiles every source with its own flags and all with `flags`, side by side; links to `program`.
 
     What was compiled before, by whatever test run, of the same files with the same flags is taken from the
@@ -99,7 +105,7 @@ def build(program: Path, cxx: Compiler, sources: dict[Path, list[str]], flags: l
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [pool.submit(compile_one, *item) for item in sources.items()]
         objects = [str(job.result()) for job in jobs]
-    cxx.run(*flags, "-Wl,--gc-sections", *objects, "-o", str(program))
+    cxx.run(*flags, "-Wl,--gc-sections", *objects, "-o", str(program), *libraries)
     remove_old(cache_dir())
     return program
 
@@ -130,7 +136,7 @@ def remove_old(folder: Path) -> None:
 def common_sources(defines: list[str]) -> dict[Path, list[str]]:
     return {
         HERE / "driver.cpp": defines,
-        KERNELS / "kernels.cpp": defines,
+        KERNELS / "product.cpp": [],
         **{
             KERNELS / f"{name}.cpp": []
             for name in ("attention_generic", "dense_tiles", "kernels_generic", "roofline_generic", "tiles")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import resource
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -113,10 +114,7 @@ def run_all(
     device = _device(ggml, device_type)
     if file is not None:
         _open(ggml, device, file)
-    backend = ggml.pointer("backend_dev_init", device, None)
-    registry = ggml.pointer("backend_dev_backend_reg", device)
-    address = ggml.pointer("backend_reg_get_proc_address", registry, b"ggml_backend_set_n_threads")
-    set_n_threads = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(address.value or 0)
+    backend, set_n_threads = _backend(ggml, device)
     results = []
     for op in ops:
         for n_threads in thread_counts:
@@ -124,6 +122,14 @@ def run_all(
             results.append(_compute(ggml, device, backend, op))
     ggml.nothing("backend_free", backend)
     return results
+
+
+def _backend(ggml: _Ggml, device: ctypes.c_void_p) -> tuple[ctypes.c_void_p, Callable[..., None]]:
+    """A backend on the device, and the function that sets its number of threads."""
+    backend = ggml.pointer("backend_dev_init", device, None)
+    registry = ggml.pointer("backend_dev_backend_reg", device)
+    address = ggml.pointer("backend_reg_get_proc_address", registry, b"ggml_backend_set_n_threads")
+    return backend, ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(address.value or 0)
 
 
 def _open(ggml: _Ggml, device: ctypes.c_void_p, file: Path) -> None:
@@ -179,7 +185,28 @@ def _get(ggml: _Ggml, tensor: ctypes.c_void_p, first: int, count: int) -> bytes:
     return buffer.raw
 
 
-def _compute(ggml: _Ggml, device: ctypes.c_void_p, backend: ctypes.c_void_p, op: Op) -> Result:
+@dataclass(frozen=True)
+class _Loaded:
+    """An operation with its tensors in memory."""
+
+    graph: ctypes.c_void_p
+    weights: ctypes.c_void_p
+    result: ctypes.c_void_p
+    buffers: tuple[ctypes.c_void_p, ...]
+    contexts: tuple[ctypes.c_void_p, ...]
+
+    def y(self, ggml: _Ggml, op: Op) -> npt.NDArray[np.float32]:
+        raw = _get(ggml, self.result, 0, ggml.number("nbytes", self.result))
+        return np.frombuffer(raw, np.float32).reshape(_y_shape(op))
+
+    def free(self, ggml: _Ggml) -> None:
+        for buffer in self.buffers:
+            ggml.nothing("backend_buffer_free", buffer)
+        for context in self.contexts:
+            ggml.nothing("free", context)
+
+
+def _load(ggml: _Ggml, backend: ctypes.c_void_p, op: Op) -> _Loaded:
     weight_context, context = _context(ggml), _context(ggml)
     kind = SLOTS.get(op.type_id, op.type_id)
     ne = (op.n_in, *op.weights.shape[-2::-1])
@@ -200,23 +227,57 @@ def _compute(ggml: _Ggml, device: ctypes.c_void_p, backend: ctypes.c_void_p, op:
         _set(ggml, x, op.x)
     if ids is not None and op.ids is not None:
         _set(ggml, ids, op.ids)
-    supported = ggml.truth("backend_dev_supports_op", device, result)
-    status = ggml._call(ctypes.c_int, "backend_graph_compute", (backend, graph))
+    return _Loaded(graph, weights, result, (buffer, weight_buffer), (context, weight_context))
+
+
+def _run(ggml: _Ggml, backend: ctypes.c_void_p, loaded: _Loaded) -> int:
+    """What ggml_backend_graph_compute returns."""
+    return int(ggml._call(ctypes.c_int, "backend_graph_compute", (backend, loaded.graph)))
+
+
+def _compute(ggml: _Ggml, device: ctypes.c_void_p, backend: ctypes.c_void_p, op: Op) -> Result:
+    loaded = _load(ggml, backend, op)
+    supported = ggml.truth("backend_dev_supports_op", device, loaded.result)
+    status = _run(ggml, backend, loaded)
     if status != 0:
         raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
-    raw = _get(ggml, result, 0, ggml.number("nbytes", result))
     third = op.weights.nbytes // 3
     answer = Result(
-        np.frombuffer(raw, np.float32).reshape(_y_shape(op)),
-        _get(ggml, weights, 0, op.weights.nbytes),
-        _get(ggml, weights, third, third),
+        loaded.y(ggml, op),
+        _get(ggml, loaded.weights, 0, op.weights.nbytes),
+        _get(ggml, loaded.weights, third, third),
         supported,
     )
-    for allocated in (buffer, weight_buffer):
-        ggml.nothing("backend_buffer_free", allocated)
-    for owner in (context, weight_context):
-        ggml.nothing("free", owner)
+    loaded.free(ggml)
     return answer
+
+
+def run_short_of_memory(op: Op, device_type: int) -> list[tuple[int, bytes]]:
+    """The status and the result of op with one thread; with two, when there is next to no memory left; and
+    with two when there is memory again. It must be called through in_new_process, with every large piece of
+    memory asked of the system (MALLOC_MMAP_THRESHOLD_, MALLOC_ARENA_MAX=1)."""
+    ggml = _Ggml()
+    backend, set_n_threads = _backend(ggml, _device(ggml, device_type))
+    loaded = _load(ggml, backend, op)
+    # Starts the host's second thread, whose stack takes memory too, and gives our backend no other work.
+    other, set_n_threads_of_other = _backend(ggml, _device(ggml, device_type))
+    set_n_threads_of_other(other, 2)
+    x, ids = (None if values is None else values[:1] for values in (op.x, op.ids))
+    small = Op(op.name, op.type_id, op.n_in, op.weights, x, ids)
+    if _run(ggml, other, _load(ggml, other, small)) != 0:
+        raise RuntimeError("the host cannot compute with two threads")
+
+    found = []
+    for n_threads, spare in ((1, None), (2, 1 << 20), (2, None)):
+        set_n_threads(backend, n_threads)
+        with open("/proc/self/statm") as statm:
+            size = int(statm.read().split()[0]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (hard if spare is None else size + spare, hard))
+        status = _run(ggml, backend, loaded)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        found.append((status, loaded.y(ggml, op).tobytes()))
+    return found
 
 
 def _y_shape(op: Op) -> tuple[int, ...]:
