@@ -458,7 +458,7 @@ def test_language_model_of_a_vision_checkpoint(tmp_path: Path, rename: Any) -> N
 def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     model = llama_dir(tmp_path)
     for names, found in ((["GPTNeoXForCausalLM"], "GPTNeoXForCausalLM"), ([], "no architecture")):
-        write_json(model / "config.json", llama_config(architectures=names))
+        write_json(model / "config.json", llama_config(architectures=names, model_type="gpt_neox"))
         with pytest.raises(TernError) as caught:
             find_architecture(Checkpoint(model))
         message = str(caught.value)

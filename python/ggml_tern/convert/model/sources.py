@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Architecture, TensorSpec
+from ggml_tern.convert.model.missing_tensors import missing, wrong_shape
 from ggml_tern.convert.read.checkpoint import Checkpoint, StoredTensor
 from ggml_tern.errors import TernError
 from ggml_tern.tensors.values import Rows, as_float32
@@ -68,8 +69,9 @@ def find_sources(checkpoint: Checkpoint, architecture: Architecture, specs: Sequ
     Raises TernError for a tensor that is missing, has another shape, or has no place in the architecture.
     """
     stored: dict[str, StoredTensor] = {}
+    prefix = _odd_prefix(checkpoint.tensors)
     for tensor in checkpoint.tensors.values():
-        name = architecture.canonical_name(tensor.name)
+        name = architecture.canonical_name(_renamed(tensor.name, prefix))
         if name is None:
             continue
         if name in stored:
@@ -95,17 +97,45 @@ def find_sources(checkpoint: Checkpoint, architecture: Architecture, specs: Sequ
     return Sources(found)
 
 
+#: The prefixes of a language model that every architecture knows.
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+_EMBEDDING = "embed_tokens.weight"
+
+
+def _odd_prefix(names: Iterable[str]) -> str | None:
+    """What stands before the names of the language model's tensors, if that is unusual: nothing in a model
+    that was saved without its head, "module.model." and the like where training wrapped it. None if it is
+    none, or not to be told."""
+    found = [name.removesuffix(_EMBEDDING) for name in names if name.endswith(_EMBEDDING)]
+    if len(found) != 1 or found[0] in _PREFIXES or (found[0] and not found[0].endswith(".")):
+        return None
+    return found[0]
+
+
+def _renamed(name: str, prefix: str | None) -> str:
+    """The name of a tensor of a checkpoint with such a prefix as transformers has it."""
+    if prefix is None:
+        return name
+    outer = prefix.removesuffix("model.")
+    if name.startswith(f"{outer}lm_head."):
+        return name.removeprefix(outer)
+    rest = name.removeprefix(prefix)
+    if name.startswith(prefix) and rest.partition(".")[0] in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        return f"model.{rest}"
+    return name
+
+
 def _opener(
     checkpoint: Checkpoint, stored: dict[str, StoredTensor], spec: TensorSpec, name: str
 ) -> Callable[[], Source]:
     tensor = stored.get(name)
     if tensor is None:
-        raise TernError(f"{checkpoint.directory}: tensor {name} is missing; download the checkpoint again")
+        raise missing(checkpoint, stored, name)
     shape = spec.source_shape
     if shape is None:
         shape = spec.shape if len(spec.sources) == 1 else spec.shape[1:]
     if _squeezed(tensor.shape) != _squeezed(shape):
-        raise TernError(f"{tensor} has shape {list(tensor.shape)}; config.json makes it {list(shape)}")
+        raise wrong_shape(tensor, shape)
     opener = partial(_open, checkpoint, tensor, shape[-1])
     # What cannot be read is refused before anything is written.
     opener()

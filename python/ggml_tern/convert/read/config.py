@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ggml_tern.convert.read.size import Size
 from ggml_tern.errors import TernError
 from ggml_tern.limits import (
     LEAST_NUMBER,
@@ -46,11 +47,11 @@ class Config:
         return key in self._values and self._values[key] is None
 
     def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
-        """An integer from `least` to `most`."""
+        """An integer from `least` to `most`, which knows its key."""
         value = self._values.get(key)
         if value is None and default is not None:
-            return default
-        return checked_integer(value, self._where, key, least, most)
+            return Size(default, f"{key} (not given, so {int(default)})")
+        return Size(checked_integer(value, self._where, key, least, most), key)
 
     def integers(self, key: str, count: int, most: int = MAX_WIDTH) -> list[int]:
         """A list of up to `count` integers from 1 to `most`; empty when not given."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ggml_tern.convert.read.decoding import ROWS_PER_BYTE
+from ggml_tern.convert.read.quantizers import not_read, quantizer, quantizer_by_tensors
 from ggml_tern.convert.read.stored_tensors import Scale, StoredTensor, map_tensor
 from ggml_tern.errors import TernError
 
@@ -71,6 +72,10 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization:
     text_config = config.get("text_config")
     sections = (config, text_config if isinstance(text_config, dict) else {})
     for section in sections:
+        # MLX writes this key, often besides a copy of it under the one that transformers has.
+        mlx = section.get("quantization")
+        if isinstance(mlx, dict) and "bits" in mlx and "quant_method" not in mlx:
+            raise TernError(f"{where}: quantization: {not_read('mlx', _bits(mlx))}")
         for key in ("quantization_config", "compression_config"):
             values = section.get(key)
             if values is None:
@@ -82,9 +87,12 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _read_section(values: dict[str, Any], where: str) -> Quantization:
-    method = values.get("quant_method")
-    if method not in METHODS:
-        found = "has no quant_method" if method is None else f"quant_method is {method!r}"
+    method = quantizer(values)
+    if isinstance(method, str) and method not in METHODS:
+        raise TernError(f"{where}: quant_method is {method!r}: {not_read(method, _bits(values))}")
+    if method is None:
+        given = values.get("quant_method")
+        found = "has no quant_method" if given is None else f"quant_method is {given!r}"
         raise TernError(
             f"{where}: {found}; ternconv reads {', '.join(METHODS)} and checkpoints that are not quantized, "
             "so convert the model that this one was quantized from"
@@ -113,6 +121,11 @@ def _read_section(values: dict[str, Any], where: str) -> Quantization:
             method, where, None if block is None else _block(block, where, "weight_block_size")
         )
     return Quantization(method, where)
+
+
+def _bits(values: Mapping[str, Any]) -> str:
+    bits = values.get("bits")
+    return f" ({bits} bits)" if isinstance(bits, int) else ""
 
 
 def _read_bitnet(values: dict[str, Any], where: str) -> Quantization:
@@ -177,8 +190,12 @@ def pair_scales(
 
     Scales, and what only concerns activations, are no tensors of their own in the result.
 
-    Raises TernError for a scale that is missing, of a shape that does not fit its weights, or ambiguous.
+    Raises TernError for tensors that another engine's quantizer wrote, and for a scale that is missing, of a
+    shape that does not fit its weights, or ambiguous.
     """
+    if not quantization.method and (engine := quantizer_by_tensors(tensors)):
+        some = next(iter(tensors.values())).file.parent
+        raise TernError(f"{some}: {not_read(engine)}")
     consumed: set[str] = set()
     scale_of: dict[str, StoredTensor] = {}
     for tensor in tensors.values():

@@ -21,6 +21,10 @@ REGISTRY: dict[str, type[Architecture]] = {
 }
 
 
+#: config.json's `model_type` -> the same.
+_BY_MODEL_TYPE = {name: kind for kind in REGISTRY.values() for name in kind.model_types}
+
+
 def find_architecture(checkpoint: Checkpoint, *, keep_mtp: bool = False) -> Architecture:
     """The architecture of a checkpoint, with its configuration checked.
 
@@ -32,11 +36,22 @@ def find_architecture(checkpoint: Checkpoint, *, keep_mtp: bool = False) -> Arch
     where = str(checkpoint.directory / CONFIG_FILE)
     config = Config(checkpoint.config, where)
     names = config.strings("architectures")
+    model_type = config.string("model_type", "")
     known = next((REGISTRY[name] for name in names if name in REGISTRY), None)
+    # Without its head, transformers saves a model as LlamaModel, Qwen3Model, ...; other tools name none.
+    by_type = known is None and all(name.endswith("Model") for name in names)
+    if by_type:
+        known = _BY_MODEL_TYPE.get(model_type)
     if known is None:
         found = f"architecture {', '.join(names)}" if names else "no architecture"
-        raise TernError(f"{where}: {found} in architectures; ternconv knows {', '.join(sorted(REGISTRY))}")
+        also = f" and model_type is {model_type!r}" if by_type and model_type else ""
+        raise TernError(
+            f"{where}: {found} in architectures{also}; ternconv knows {', '.join(sorted(REGISTRY))}"
+        )
     architecture = known(config)
+    if by_type:
+        said = f"architectures names {', '.join(names)}" if names else "there is no key architectures"
+        architecture.notes.append(f"{said}; by its model_type, {model_type}, it is a {known.hf_names[0]}")
     if keep_mtp:
         architecture.keep_mtp_head()
     left_out = {part for name in checkpoint.tensors if (part := architecture.part_left_out(name)) is not None}

@@ -71,6 +71,7 @@ class Architecture(ABC):
 
     Attributes:
         hf_names: the values of `architectures` in config.json that it serves.
+        model_types: the values of `model_type` there, of files that name no architecture.
         model_arch: gguf-py's constant for the llama.cpp architecture.
         n_blocks: the number of transformer blocks.
         vocab_size: rows of the embedding.
@@ -82,6 +83,7 @@ class Architecture(ABC):
     """
 
     hf_names: ClassVar[tuple[str, ...]]
+    model_types: ClassVar[tuple[str, ...]]
     model_arch: ClassVar[gguf.MODEL_ARCH]
     #: `tie_word_embeddings` of the transformers class when config.json does not give it.
     tied_by_default: ClassVar[bool]

@@ -15,6 +15,7 @@ from ggml_tern.gguf.bitnet import ACTIVATION_KEY, notes_on_squared_relu
 
 class BitNet(Decoder):
     hf_names = ("BitNetForCausalLM",)
+    model_types = ("bitnet",)
     model_arch = gguf.MODEL_ARCH.BITNET
     default_rope_base = 500000.0
     default_norm_eps = 1e-5

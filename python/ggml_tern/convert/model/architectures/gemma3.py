@@ -18,6 +18,7 @@ _PATTERN = 6
 
 class Gemma3(Architecture):
     hf_names = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+    model_types = ("gemma3", "gemma3_text")
     model_arch = gguf.MODEL_ARCH.GEMMA3
     tied_by_default = True
     left_out: Mapping[str, str] = {

@@ -15,6 +15,7 @@ from ggml_tern.limits import MAX_TOKENS
 
 class Llama(Decoder):
     hf_names = ("LlamaForCausalLM",)
+    model_types = ("llama",)
     model_arch = gguf.MODEL_ARCH.LLAMA
     rotates_neighbours = True
     rope_kinds = (*COMMON_KINDS, "llama3")
@@ -39,6 +40,7 @@ class Mistral(Llama):
     """Llama's graph as it is; some releases attend through a sliding window, which that graph does not."""
 
     hf_names = ("MistralForCausalLM",)
+    model_types = ("mistral",)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -17,6 +17,7 @@ class Qwen2(Decoder):
     """Biases on q, k and v. Layers from `max_window_layers` on may attend through a sliding window."""
 
     hf_names = ("Qwen2ForCausalLM",)
+    model_types = ("qwen2",)
     model_arch = gguf.MODEL_ARCH.QWEN2
     any_head_dim = False
 
@@ -39,6 +40,7 @@ class Qwen3(Qwen2):
     """No biases; queries and keys are normalized."""
 
     hf_names = ("Qwen3ForCausalLM",)
+    model_types = ("qwen3",)
     model_arch = gguf.MODEL_ARCH.QWEN3
     any_head_dim = True
     default_head_dim: ClassVar[int | None] = 128
@@ -53,6 +55,7 @@ class Qwen3Moe(Qwen3):
     """Qwen3 with a router and experts for the MLP, in every block."""
 
     hf_names = ("Qwen3MoeForCausalLM",)
+    model_types = ("qwen3_moe",)
     model_arch = gguf.MODEL_ARCH.QWEN3MOE
     default_head_dim = None
 

@@ -46,6 +46,7 @@ def _negative_exp(a_log: NDArray[np.float32]) -> NDArray[np.float32]:
 
 class Qwen35(Decoder):
     hf_names = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    model_types = ("qwen3_5", "qwen3_5_text")
     model_arch = gguf.MODEL_ARCH.QWEN35
     default_head_dim: ClassVar[int | None] = 256
     default_rotated_part: ClassVar[float | None] = 0.25
