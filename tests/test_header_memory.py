@@ -1,4 +1,4 @@
-"""A header costs a small multiple of its bytes in memory, whatever it says: by itself, and in a host that loads it.
+"""A header costs a small multiple of its bytes in memory, whatever it says: by itself, and in a host.
 
 Each is read in a process that may not take more; without the bound, the first took 3.2 GB.
 """

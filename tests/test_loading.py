@@ -114,7 +114,7 @@ def test_a_model_too_large_for_the_fast_layout_goes_dense(tmp_path: Path) -> Non
 
 
 def sparse(model: Path, n_bytes: int, out: Path) -> Path:
-    """The model with its last tensor as large as takes so many bytes in the fast layout, and no data in it."""
+    """The model with its last tensor as large as takes so many bytes in the fast layout, without its data."""
     tensor = _core.read_gguf_header(str(model))["tensors"][-1]
     n_in, bits, stored = {
         _core.TYPE_PTQ1_0: (tensor["shape"][0], 17 / 8, 7 / 4),
@@ -137,8 +137,8 @@ def test_models_that_load_at_the_same_moment_have_layouts_of_their_own(tmp_path:
 
 
 def test_split_models_choose_their_layout_by_the_sum_of_their_parts(tmp_path: Path) -> None:
-    """Two parts that would each fit in the fast layout, and do not together. The sizes are those of the header; the
-    process that loads it could not have so much."""
+    """Two parts that would each fit in the fast layout, and do not together. The sizes are those of the
+    header; the process that loads it could not have so much."""
     free = _core.machine_memory()[1]
     parts = [
         sparse(part, free * 6 // 10, tmp_path / part.name)

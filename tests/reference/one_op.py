@@ -262,7 +262,8 @@ def run_short_of_memory(op: Op, device_type: int) -> list[tuple[int, bytes]]:
     # Starts the host's second thread, whose stack takes memory too, and gives our backend no other work.
     other, set_n_threads_of_other = _backend(ggml, _device(ggml, device_type))
     set_n_threads_of_other(other, 2)
-    x, ids = (None if values is None else values[:1] for values in (op.x, op.ids))
+    x = None if op.x is None else op.x[:1]
+    ids = None if op.ids is None else op.ids[:1]
     small = Op(op.name, op.type_id, op.n_in, op.weights, x, ids)
     if _run(ggml, other, _load(ggml, other, small)) != 0:
         raise RuntimeError("the host cannot compute with two threads")
