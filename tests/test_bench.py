@@ -19,18 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 
 from ggml_tern import plots
+from ggml_tern.atomic_file import AtomicFile
 from ggml_tern.bench import llama_bench as bench
 from ggml_tern.bench import server as bench_server
 from ggml_tern.bench.report import Grid, Report, as_markdown
 from ggml_tern.bench.server import Answer, Level
 from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
-from ggml_tern.plan import arithmetic
+from ggml_tern.plan import arithmetic, fit
 from ggml_tern.plan.header import read_model
 from llama_server import LLAMA_SERVER, TERN, TINY, Server, free_port, serving
-from model_headers import PQ2_0, Q2_0, Q8_0, decoder_header, hybrid_header
+from model_headers import PQ2_0, PTQ1_0, Q2_0, Q8_0, decoder_header, hybrid_header
 
 OTHER = TINY.parents[1] / "tiny-qwen35" / "tiny-qwen35-ptq1_0.gguf"
 #: A fraction of a second for each call of llama-bench.
@@ -84,9 +86,89 @@ def test_compare_prints_ratios_of_medians(tmp_path: Path) -> None:
         assert (ratio["file"], ratio["against"]) == (str(TINY), str(OTHER))
         for name in ("prefill", "first_token", "decode"):
             assert ratio[name] == pytest.approx(median(ours[name]) / median(theirs[name]))
-        assert ratio["memory"] == pytest.approx(ours["peak_anonymous"] / theirs["peak_anonymous"])
+        taken = [point["peak_anonymous"] + point["mapped_weights"] for point in (ours, theirs)]
+        assert ratio["memory"] == pytest.approx(taken[0] / taken[1])
+        assert (ours["mapped_weights"], theirs["mapped_weights"]) == tuple(
+            read_model(model).mapped for model in (TINY, OTHER)
+        )
     assert picture.read_bytes().startswith(PNG)
     assert [path.name for path in tmp_path.iterdir()] == ["speed.png"]
+
+
+def test_weights_that_stay_mapped_are_memory_too(tmp_path: Path) -> None:
+    """The same model in Q8_0 takes more than in PTQ1_0, although nearly all of it is mapped from the file."""
+    ternary, plain = decoder_header("qwen3", 2), decoder_header("qwen3", 2)
+    plain.tensors = {
+        name: (Q8_0 if kind == PTQ1_0 else kind, shape) for name, (kind, shape) in plain.tensors.items()
+    }
+    models = [bench.open_model(h.write(tmp_path / f"{n}.gguf")) for n, h in enumerate((ternary, plain))]
+    assert models[0].mapped < models[1].mapped / 100
+    results = bench.Results(bench.Settings(contexts=(0,)), models)
+    point = bench.Point(0, 512)
+    # As much for the program and its buffers; on top of that, one has its weights in tiles.
+    of_program = 10_000_000
+    tiles = read_model(models[0].path).tiles
+    for model, anonymous in zip(models, (of_program + tiles, of_program), strict=True):
+        results.samples[model, point] = bench.Samples([1.0], [1.0], [1.0], anonymous, 0)
+    found = bench.ratios(results, models[1], point)
+    assert found is not None
+    assert found["memory"] == (of_program + tiles + models[0].mapped) / (of_program + models[1].mapped) < 1
+    # Without an architecture that plans know, too.
+    unknown = decoder_header("mamba9", 2)
+    unknown.tensors = plain.tensors
+    assert bench.open_model(unknown.write(tmp_path / "u.gguf")).mapped == models[1].mapped
+
+
+def test_contexts_are_those_that_models_were_trained_for() -> None:
+    models = [bench.open_model(TINY)]
+    settings = bench.Settings(contexts=(0, 512, 2048, 100_000), n_prompt=256)
+    settled, notes = bench.settle(models, settings)
+    assert settled.contexts == (0, 512, 768)
+    assert [note.split(":")[0] for note in notes] == [
+        "a context of 2,048 is cut to 768",
+        "a context of 100,000 is cut to 768",
+    ]
+    assert bench.settle(models, bench.Settings(contexts=(0,), n_prompt=5000))[0].contexts == (0,)
+    result = tern_bench(TINY, *SHORT, "--context", "200000", "--json")
+    assert result.returncode == 0
+    assert result.stderr.startswith("note: a context of 200,000 is cut to 992: ")
+    assert [point["context"] for point in json.loads(result.stdout)["points"]] == [992]
+
+
+def test_what_does_not_fit_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = decoder_header("qwen3", 8, context_length=2**30).write(tmp_path / "m.gguf")
+    result = tern_bench(path, *SHORT, "--context", "1000000000")
+    assert (result.returncode, result.stdout) == (1, "")
+    said, *offers = result.stderr.splitlines()
+    assert said.startswith(f"tern: {path}: takes ") and said.endswith("MB are free. What fits at most:")
+    assert [offer.split()[3] for offer in offers] == ["f16", "q8_0", "q5_0", "q4_0"]
+    # Taken at their word: what is offered fits, the prompt included.
+    monkeypatch.setattr(fit, "available", lambda: 10**9)
+    models = [bench.open_model(path)]
+    with pytest.raises(TernError) as error:
+        bench.settle(models, bench.Settings(contexts=(2**29,)))
+    offered = int(str(error.value).splitlines()[1].split()[1])
+    assert bench.settle(models, bench.Settings(contexts=(offered,)))[1] == []
+    with pytest.raises(TernError):
+        bench.settle(models, bench.Settings(contexts=(offered + 512,)))
+
+
+def test_a_plot_of_one_point_has_bars(tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+        patch.setattr(AtomicFile, "publish", lambda _: None)
+        one = plots.Panel("Decode", "tokens of context", "tokens/s", {"a": [(512, 5.0)], "b": [(512, 9.0)]})
+        many = plots.Panel(
+            "Decode", "tokens of context", "tokens/s", {"a": [(0, 5.0), (512, 4.0)], "b": [(0, 1)]}
+        )
+        plots.write_plot(tmp_path / "a.png", "title", [one, many])
+    bars, lines = drawn[0].axes
+    assert [patch.get_height() for patch in bars.patches] == [5.0, 9.0] and not bars.lines
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["a", "b"]
+    assert bars.get_xlabel() == "tokens of context: 512"
+    assert len(lines.lines) == 2 and not lines.patches and lines.get_legend() is not None
 
 
 def test_table_and_markdown() -> None:
@@ -96,7 +178,7 @@ def test_table_and_markdown() -> None:
     for model in (TINY, OTHER):
         assert re.search(rf"^{model.name}\n.+\n +0 +512( +[\d,.]+){{3}} +\d+% +\d+ *$", lines, re.MULTILINE)
     assert f"{TINY.name} against {OTHER.name}, ratios of medians" in table.stdout
-    assert "1 threads; KV cache in f16" in table.stdout and "medians of 1 round\n" in table.stdout
+    assert "1 thread; KV cache in f16" in table.stdout and "medians of 1 round\n" in table.stdout
     markdown = tern_bench(TINY, *SHORT, "--quick", "--md")
     assert markdown.returncode == 0
     assert "| context | batch | prefill t/s | first token s | decode t/s | bandwidth | memory MB |\n" in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
+from rich.console import Console
 
 import check_plan
 import make_presets
@@ -24,6 +26,7 @@ from ggml_tern import _core
 from ggml_tern.cli.tern import cli
 from ggml_tern.errors import TernError
 from ggml_tern.host import stock as host
+from ggml_tern.plan import tables
 from ggml_tern.plan.arithmetic import (
     KV_TYPES,
     attention_scratch,
@@ -542,10 +545,40 @@ def test_memory_decides_the_exit_code(tmp_path: Path) -> None:
     largest = tern_plan(path, "--memory", enough)
     assert largest.returncode == 0 and "\n4,096 tokens of context" in largest.stdout
     nothing = tern_plan(path, "--memory", "1MB")
-    bars = re.findall(r"--kv (\S+) +([\d.]+) +none +$", nothing.stdout, re.MULTILINE)
-    assert nothing.returncode == 1 and bars == 2 * [
-        *(("f16", "16"), ("q8_0", "8.5"), ("q5_0", "5.5"), ("q4_0", "4.5"))
+    least = plan(read_model(path), 256, "q4_0", 1).total
+    assert nothing.returncode == 1
+    assert " ".join(nothing.stdout.split()).endswith(
+        "does not fit into 1.0 MB, and no context does; the least that it takes is "
+        f"{least / 1e6:.1f} MB (--context 256 --parallel 1 --kv q4_0)"
+    )
+    everything = tern_plan(path, "--memory", "900GB")
+    assert everything.returncode == 0
+    assert " ".join(everything.stdout.split()).endswith(
+        "fits into 900,000.0 MB; so do all of the 262,144 tokens that it was trained for, in every type of "
+        "KV cache"
+    )
+    # One that fits, in one type, is a table with "none" in it.
+    some = tern_plan(path, "--memory", f"{least / 1e6 + 0.01:.2f}MB", "--parallel", "1")
+    assert some.returncode == 1
+    assert re.findall(r"--kv (\S+) +[\d.]+ +(none|256) ", some.stdout) == [
+        ("f16", "none"),
+        ("q8_0", "none"),
+        ("q5_0", "none"),
+        ("q4_0", "256"),
     ]
+
+
+def test_tables_fit_a_terminal(tmp_path: Path) -> None:
+    """No line is cut or wrapped into the columns of others, at widths that people have."""
+    path = small_hybrid().write(tmp_path / "m.gguf")
+    for width in (80, 120):
+        console = Console(width=width, file=io.StringIO(), force_terminal=False)
+        model = read_model(path)
+        tables.print_plan(model, plan(model, 4096), 10**8, None, console)
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert not any("…" in line for line in lines)
 
 
 def test_json(tmp_path: Path) -> None:

@@ -60,18 +60,29 @@ def write_plot(path: Path, title: str, panels: Sequence[Panel]) -> None:
     figure.suptitle(title)
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), number)
-        for name, points in panel.lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+        x_label = panel.x_label
+        xs = {x for points in panel.lines.values() for x, _ in points}
+        if len(xs) == 1:
+            # A single point is no line: bars, side by side.
+            x_label = f"{panel.x_label}: {xs.pop():,g}"
+            for name, points in panel.lines.items():
+                axes.bar_label(axes.bar([name], [points[0][1]]), fmt="{:,.4g}", padding=2)
+            axes.margins(y=0.1)
+            axes.set_axisbelow(True)
+            axes.tick_params(axis="x", labelrotation=15 if len(panel.lines) > 1 else 0)
+        else:
+            for name, points in panel.lines.items():
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
         for name, y in panel.limits.items():
             axes.axhline(y, color="0.4", linestyle="--", linewidth=1, label=name)
-        if panel.log_x:
+        if panel.log_x and len(xs) > 1:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.set_ylim(bottom=0)
-        axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+        axes.set(title=panel.title, xlabel=x_label, ylabel=panel.y_label)
         axes.grid(alpha=0.3)
-        if panel.lines or panel.limits:
+        if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
     with AtomicFile(path) as file, file.explain():
         figure.savefig(file.temporary, format="png")

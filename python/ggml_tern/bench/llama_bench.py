@@ -16,17 +16,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ggml_tern import _core
 from ggml_tern.bench.report import Grid, Report
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.model_file import require_model
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.host import stock as host
 from ggml_tern.plan import arithmetic
-from ggml_tern.plan.header import N_UBATCH, Model, read_model
+from ggml_tern.plan.fit import Demand, fit
+from ggml_tern.plan.header import N_UBATCH, Model, model_of
 from ggml_tern.plots import Panel
 
 #: Seconds between two looks at the memory of a process.
@@ -98,10 +100,19 @@ class Samples:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to measure. header: what of it decides about decode; None where plan does not know it."""
+    """A model to measure.
+
+    Attributes:
+        path: its file; of a split model, the first part.
+        header: what of it decides about decode; None where plans do not know it.
+        mapped: bytes of its weights that stay mapped from the file.
+        trained: tokens that it was trained for; None where the file does not say.
+    """
 
     path: Path
     header: Model | None
+    mapped: int
+    trained: int | None
 
     @property
     def name(self) -> str:
@@ -122,13 +133,62 @@ class Results:
 
 
 def open_model(path: Path) -> Contender:
-    """Raises TernError for what is no GGUF file."""
-    GGUFSource(path)
-    try:
-        return Contender(path, read_model(path))
-    except TernError:
-        # llama-bench may know what plan does not; its own words are better where it does not.
-        return Contender(path, None)
+    """Raises TernError for what is no model in GGUF."""
+    source = GGUFSource(path)
+    require_model(source)
+    header = None
+    # llama-bench may know what plans do not; its own words are better where it does not.
+    with suppress(TernError):
+        header = model_of(source)
+    others = (
+        tensor.data.nbytes for tensor in source.tensors.values() if tensor.type not in _core.TERNARY_TYPES
+    )
+    trained = source.metadata.get(f"{source.architecture}.context_length")
+    return Contender(
+        source.first,
+        header,
+        sum(others) if header is None else header.mapped,
+        trained if isinstance(trained, int) and trained > 0 else None,
+    )
+
+
+def settle(contenders: Sequence[Contender], settings: Settings) -> tuple[Settings, list[str]]:
+    """The settings with contexts that all models were trained for, and what the user is told of that.
+
+    Raises TernError for what does not fit into the memory that is free, saying what does."""
+    n_tokens = max(settings.n_prompt, settings.n_generate)
+    trained = min((c.trained for c in contenders if c.trained is not None), default=None)
+    notes = []
+    if trained is not None:
+        most = max(trained - n_tokens, 0)
+        contexts = tuple(dict.fromkeys(min(context, most) for context in settings.contexts))
+        notes = [
+            f"a context of {context:,} is cut to {most:,}: models here were trained for {trained:,} tokens, "
+            f"and {n_tokens:,} come on top"
+            for context in settings.contexts
+            if context > most
+        ]
+        settings = replace(settings, contexts=contexts)
+
+    def spelled(context: int, kv_type: str, _: int | None) -> str:
+        return f"--context {max(context - n_tokens, 0)} --kv {kv_type}"
+
+    for contender in contenders:
+        if contender.header is not None:
+            demand = Demand(
+                contender.path,
+                context=max(settings.contexts) + n_tokens,
+                # Whether it uses all of what was allocated is settled above.
+                trained=None if contender.trained is None else max(contender.trained, n_tokens),
+                kv_type=settings.kv_type,
+                parallel=1,
+                n_ubatch=max(settings.batches),
+                logits=min(max(settings.batches), settings.n_prompt),
+                keeps_copy=max(settings.contexts) > 0,
+                spelled=spelled,
+            )
+            notes += fit(demand).notes
+    return settings, notes
 
 
 # ---- measuring ----
@@ -268,7 +328,8 @@ def ratios(results: Results, other: Contender, point: Point) -> dict[str, float]
         name: statistics.median(getattr(ours, name)) / statistics.median(getattr(theirs, name))
         for name in ("prefill", "first_token", "decode")
     }
-    return found | {"memory": ours.anonymous / theirs.anonymous}
+    taken = [samples.anonymous + c.mapped for c, samples in ((first, ours), (other, theirs))]
+    return found | {"memory": taken[0] / taken[1]}
 
 
 def report(results: Results) -> Report:
@@ -311,7 +372,7 @@ def _rows(results: Results, contender: Contender) -> list[list[str]]:
                 median(samples.first_token, 3),
                 median(samples.decode, 1),
                 "-" if share is None else f"{share:.0%}",
-                f"{samples.anonymous / 1e6:,.0f}" if samples.anonymous else "-",
+                f"{(samples.anonymous + contender.mapped) / 1e6:,.0f}" if samples.anonymous else "-",
             ]
         )
     return rows
@@ -321,12 +382,12 @@ def _facts(results: Results) -> list[str]:
     settings = results.settings
     n_samples = max((len(samples.decode) for samples in results.samples.values()), default=0)
     facts = [
-        f"{results.processor or 'nothing was measured'}, {results.threads or '?'} threads; KV cache in "
-        f"{settings.kv_type}",
+        f"{results.processor or 'nothing was measured'}, {results.threads or '?'} "
+        f"{'thread' if results.threads == 1 else 'threads'}; KV cache in {settings.kv_type}",
         f"prefill of {settings.n_prompt} tokens, decode of {settings.n_generate}; medians of {n_samples} "
         f"{'round' if n_samples == 1 else 'rounds'}",
         "context: tokens before that; batch: tokens of a prompt in one pass; first token: of the answer",
-        "memory: the most of llama-bench, without what is mapped from files",
+        "memory: the most of llama-bench by itself, and the weights that it keeps mapped from the file",
     ]
     if results.bandwidth:
         bandwidth = statistics.median(results.bandwidth) / 1e9
@@ -369,6 +430,7 @@ def as_json(results: Results) -> dict[str, Any]:
             "bandwidth_share": share_of_bandwidth(results, contender, point),
             "peak_anonymous": samples.anonymous,
             "peak_resident": samples.resident,
+            "mapped_weights": contender.mapped,
         }
         for (contender, point), samples in results.samples.items()
     ]

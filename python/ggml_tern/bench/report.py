@@ -35,7 +35,8 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # Whole lines for a pipe; on a terminal, words stay whole.
+        console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
     say(report.title)
     for fact in report.facts:

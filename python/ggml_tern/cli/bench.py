@@ -256,7 +256,11 @@ def bench_models(paths: Sequence[Path], settings: Settings, interrupts: Interrup
     """The report, and the exit code."""
     from ggml_tern.bench import llama_bench as bench
 
-    results = bench.Results(settings, [bench.open_model(path) for path in paths])
+    contenders = [bench.open_model(path) for path in paths]
+    settings, notes = bench.settle(contenders, settings)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    results = bench.Results(settings, contenders)
     rounds = bench.schedule(results.contenders, settings)
     n_calls = sum(map(len, rounds))
     with _progress() as progress:

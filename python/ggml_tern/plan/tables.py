@@ -31,6 +31,8 @@ from ggml_tern.plots import Panel, write_plot
 HOST = "host CPU"
 #: Columns of a bar in the terminal.
 _BAR_WIDTH = 36
+#: Times what a model takes at most, from which on a limit is not drawn.
+_FAR_ABOVE = 4
 
 
 def not_counted(model: Model) -> list[str]:
@@ -83,9 +85,33 @@ def print_plan(
     if memory is not None:
         fits = planned.total <= memory
         verdict = f"{'fits' if fits else 'does not fit'} into {megabytes(memory)} MB"
-        say(f"\n{verdict}; the largest contexts that do:", "green" if fits else "bold red")
         largest = trade_offs(model, memory, parallel, n_gpu_layers, planned.dense)
-        console.print(_context_chart(largest))
+        outcome = _all_alike(model, largest, n_gpu_layers, planned.dense)
+        say(f"\n{verdict}{outcome or '; the largest contexts that do:'}", "green" if fits else "bold red")
+        if outcome is None:
+            console.print(_context_chart(largest))
+
+
+def _all_alike(
+    model: Model, largest: dict[str, dict[str, int]], n_gpu_layers: int | None, dense: bool
+) -> str | None:
+    """The largest contexts in words, where nothing fits, or everything; None where they differ."""
+    contexts = [context for found in largest.values() for context in found.values()]
+    if not any(contexts):
+        least = {
+            kv_type: plan(model, CACHE_STEP, kv_type, 1, n_gpu_layers, dense).total
+            for kv_type in KV_TYPES
+            if fits_heads(model, kv_type)
+        }
+        kv_type = min(least, key=lambda kind: least[kind])
+        return (
+            f", and no context does; the least that it takes is {megabytes(least[kv_type])} MB (--context "
+            f"{CACHE_STEP} --parallel 1 --kv {kv_type})"
+        )
+    # What conversations have each is rounded.
+    if min(contexts) > model.context - CACHE_STEP * DEFAULT_PARALLEL and len(set(contexts)) == 1:
+        return f"; so do all of the {contexts[0]:,} tokens that it was trained for, in every type of KV cache"
+    return None
 
 
 def _memory_table(model: Model, planned: Plan, split: bool) -> Table:
@@ -145,25 +171,37 @@ def draw_plan(
 
     Raises TernError."""
     step = CACHE_STEP * (parallel or 1)
-    contexts = [step << n for n in range(max(1, (model.context // step).bit_length()))]
-    kv_types = [kv_type for kv_type in KV_TYPES if fits_heads(model, kv_type)]
+    contexts = [step << n for n in range((model.context // step).bit_length())]
+    # Up to the last one, which is seldom a power of two.
+    contexts = [*(context for context in contexts if context < model.context), max(model.context, step)]
+    taken = {
+        kv_type: [plan(model, context, kv_type, parallel, n_gpu_layers, dense).total for context in contexts]
+        for kv_type in KV_TYPES
+        if fits_heads(model, kv_type)
+    }
+    most = max(max(totals) for totals in taken.values())
+    unit, nbytes = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
     lines = {
         f"--kv {kv_type}, {kv_bits(kv_type):g} bits": [
-            (context, plan(model, context, kv_type, parallel, n_gpu_layers, dense).total / 1e9)
-            for context in contexts
+            (context, total / nbytes) for context, total in zip(contexts, totals, strict=True)
         ]
-        for kv_type in kv_types
+        for kv_type, totals in taken.items()
     }
-    limits = {} if memory is None else {f"--memory {memory / 1e9:g}GB": memory / 1e9}
-    panels = [Panel("What it takes", "tokens of context", "GB", lines, limits, log_x=True)]
+    # A limit far above would press the lines together.
+    limits = {}
+    if memory is not None and memory < _FAR_ABOVE * most:
+        limits = {f"--memory {memory / nbytes:g}{unit}": memory / nbytes}
+    panels = [Panel("What it takes", "tokens of context", unit, lines, limits, log_x=True)]
     if memory is not None:
-        largest = {
-            _named(conversations): [(kv_bits(kv_type), context) for kv_type, context in found.items()]
-            for conversations, found in trade_offs(model, memory, parallel, n_gpu_layers, dense).items()
-        }
-        panels.append(
-            Panel(f"What fits into {memory / 1e9:g} GB", "bits of the KV cache", "tokens of context", largest)
-        )
+        largest = trade_offs(model, memory, parallel, n_gpu_layers, dense)
+        # Where all are alike, the first panel shows it.
+        if _all_alike(model, largest, n_gpu_layers, dense) is None:
+            fitting = {
+                _named(conversations): [(kv_bits(kv_type), context) for kv_type, context in found.items()]
+                for conversations, found in largest.items()
+            }
+            title = f"What fits into {memory / 1e9:g} GB"
+            panels.append(Panel(title, "bits of the KV cache", "tokens of context", fitting))
     write_plot(path, model.path.name, panels)
 
 
