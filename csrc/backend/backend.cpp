@@ -1,7 +1,12 @@
 // The backend: a stream of graphs, each run on a stock CPU backend with our kernels in it.
 #include "backend.h"
 
+#include "../host/thread_pools.h"
 #include "cpu_steps.h"
+#include "ggml-cpu.h"
+
+#include <cstdio>
+#include <string>
 
 namespace tern {
 
@@ -59,15 +64,40 @@ ggml_guid_t guid() {
     return &id;
 }
 
-// A function that the stock CPU backend offers beside its interface.
-template <typename Function> Function cpu_function(const char * name) {
-    ggml_backend_reg_t registry = host().ggml_backend_dev_backend_reg(stock_cpu_device());
-    return reinterpret_cast<Function>(host().ggml_backend_reg_get_proc_address(registry, name));
+// What the stock CPU backend offers beside its interface; nullptr for what this host does not have.
+struct CpuFunctions {
+    ggml_backend_set_n_threads_t set_n_threads;
+    decltype(&::ggml_backend_cpu_set_threadpool) set_thread_pool;
+    ggml_backend_set_abort_callback_t set_abort_callback;
+
+    CpuFunctions() {
+        find("ggml_backend_set_n_threads", set_n_threads);
+        find("ggml_backend_cpu_set_threadpool", set_thread_pool);
+        find("ggml_backend_set_abort_callback", set_abort_callback);
+        // From now on the host finds functions of ours in place of the first two.
+        std::string error;
+        if (!watch_thread_pools(error)) {
+            std::fprintf(stderr, "ggml-tern: this host keeps --cpu-mask, --prio and --poll to itself: %s\n",
+                         error.c_str());
+        }
+    }
+
+  private:
+    template <typename Function> static void find(const char * name, Function & function) {
+        ggml_backend_reg_t registry = host().ggml_backend_dev_backend_reg(stock_cpu_device());
+        function = reinterpret_cast<Function>(host().ggml_backend_reg_get_proc_address(registry, name));
+    }
+};
+
+const CpuFunctions & cpu_functions() {
+    static const CpuFunctions functions;
+    return functions;
 }
 
 }  // namespace
 
 ggml_backend_t backend_new(ggml_backend_dev_t device) {
+    cpu_functions();  // before llama.cpp gives its first pool of threads
     ggml_backend_t cpu = host().ggml_backend_dev_init(stock_cpu_device(), nullptr);
     if (cpu == nullptr) {
         return nullptr;
@@ -81,15 +111,21 @@ ggml_backend_t backend_new(ggml_backend_dev_t device) {
 }
 
 void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
-    if (auto set = cpu_function<ggml_backend_set_n_threads_t>("ggml_backend_set_n_threads")) {
-        set(context_of(backend).cpu, n_threads);
-        context_of(backend).n_threads = n_threads;
+    BackendContext & context = context_of(backend);
+    const CpuFunctions & functions = cpu_functions();
+    if (functions.set_n_threads != nullptr) {
+        functions.set_n_threads(context.cpu, n_threads);
+        context.n_threads = n_threads;
+    }
+    const auto pool = given_thread_pool();
+    if (pool && functions.set_thread_pool != nullptr) {
+        functions.set_thread_pool(context.cpu, *pool);
     }
 }
 
 void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
-    if (auto set = cpu_function<ggml_backend_set_abort_callback_t>("ggml_backend_set_abort_callback")) {
-        set(context_of(backend).cpu, callback, data);
+    if (cpu_functions().set_abort_callback != nullptr) {
+        cpu_functions().set_abort_callback(context_of(backend).cpu, callback, data);
     }
 }
 
