@@ -105,6 +105,19 @@ def test_merged_as_peft_merges(tmp_path: Path, model: Path, options: dict[str, A
     assert changed == 4
 
 
+def test_the_base_may_be_saved_alone(tmp_path: Path, model: Path) -> None:
+    """An adapter is of the whole model, whose names begin with "model."."""
+    adapter = make_adapter(model, tmp_path / "adapter", 1)
+    convert(model, tmp_path / "expected.gguf", PLAIN, adapters=[open_adapter(adapter)])
+    alone = shutil.copytree(model, tmp_path / "alone")
+    tensors = load_file(model / "model.safetensors")
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, alone / "model.safetensors")
+    convert(alone, tmp_path / "found.gguf", PLAIN, adapters=[open_adapter(adapter)])
+    found, expected = GGUFSource(tmp_path / "found.gguf"), GGUFSource(tmp_path / "expected.gguf")
+    for name, tensor in expected.tensors.items():
+        assert np.array_equal(found.tensors[name].data, tensor.data), name
+
+
 def test_several_adapters(tmp_path: Path, model: Path) -> None:
     first = make_adapter(model, tmp_path / "first", 1)
     second = make_adapter(model, tmp_path / "second", 2, target_modules=["q_proj", "up_proj"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,9 +69,8 @@ def find_sources(checkpoint: Checkpoint, architecture: Architecture, specs: Sequ
     Raises TernError for a tensor that is missing, has another shape, or has no place in the architecture.
     """
     stored: dict[str, StoredTensor] = {}
-    prefix = _odd_prefix(checkpoint.tensors)
     for tensor in checkpoint.tensors.values():
-        name = architecture.canonical_name(_renamed(tensor.name, prefix))
+        name = architecture.canonical_name(tensor.name)
         if name is None:
             continue
         if name in stored:
@@ -95,34 +94,6 @@ def find_sources(checkpoint: Checkpoint, architecture: Architecture, specs: Sequ
             f"{gguf.MODEL_ARCH_NAMES[architecture.model_arch]} as config.json describes it"
         )
     return Sources(found)
-
-
-#: The prefixes of a language model that every architecture knows.
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-_EMBEDDING = "embed_tokens.weight"
-
-
-def _odd_prefix(names: Iterable[str]) -> str | None:
-    """What stands before the names of the language model's tensors, if that is unusual: nothing in a model
-    that was saved without its head, "module.model." and the like where training wrapped it. None if it is
-    none, or not to be told."""
-    found = [name.removesuffix(_EMBEDDING) for name in names if name.endswith(_EMBEDDING)]
-    if len(found) != 1 or found[0] in _PREFIXES or (found[0] and not found[0].endswith(".")):
-        return None
-    return found[0]
-
-
-def _renamed(name: str, prefix: str | None) -> str:
-    """The name of a tensor of a checkpoint with such a prefix as transformers has it."""
-    if prefix is None:
-        return name
-    outer = prefix.removesuffix("model.")
-    if name.startswith(f"{outer}lm_head."):
-        return name.removeprefix(outer)
-    rest = name.removeprefix(prefix)
-    if name.startswith(prefix) and rest.partition(".")[0] in ("embed_tokens", "layers", "norm", "rotary_emb"):
-        return f"model.{rest}"
-    return name
 
 
 def _opener(

@@ -9,6 +9,7 @@ from pathlib import Path
 from ggml_tern.convert.read.decoding import load_rows
 from ggml_tern.convert.read.json_files import CONFIG_FILE, read_json
 from ggml_tern.convert.read.lora import Adapter, merge
+from ggml_tern.convert.read.prefixes import with_usual_prefix
 from ggml_tern.convert.read.quantization import pair_scales, read_quantization
 from ggml_tern.convert.read.stacked_experts import unstacked
 from ggml_tern.convert.read.stored_tensors import StoredTensor, open_safetensors
@@ -53,7 +54,7 @@ class Checkpoint:
             stored = self._open()
         except OSError as error:
             raise TernError(f"{error.filename or directory}: cannot be read: {error.strerror}") from None
-        self.tensors, notes = pair_scales(unstacked(stored), quantization)
+        self.tensors, notes = pair_scales(unstacked(with_usual_prefix(stored)), quantization)
         self.notes += notes
         for adapter in adapters:
             adapter.check_model(self.tensors)
