@@ -5,7 +5,6 @@ that uses ``llama_cpp`` itself, and ``python -m ggml_tern SCRIPT`` for programs 
 command ``tern`` does the same for any other llama.cpp program, and ``ternconv`` makes the GGUF files.
 """
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ggml_tern.errors import TernError
@@ -14,7 +13,8 @@ from ggml_tern.host.stock import enable
 if TYPE_CHECKING:
     from ggml_tern.llama import Llama as Llama
 
-__version__ = version("ggml-tern")
+# Asked for seldom, and to find it out takes longer than all else here.
+__version__: str
 # Llama is not among them: it needs llama-cpp-python, which everything else does without.
 __all__ = ["TernError", "__version__", "enable"]
 
@@ -24,8 +24,12 @@ def __getattr__(name: str) -> Any:
         from ggml_tern.llama import Llama
 
         return Llama
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ggml-tern")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "Llama"])
+    return sorted([*globals(), "Llama", "__version__"])

@@ -8,14 +8,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ggml_tern.host import doctor as examination
 from ggml_tern.wrapping import print_wrapped
 
-STATUS_STYLE = {
-    examination.Status.OK: "green",
-    examination.Status.NOTE: "yellow",
-    examination.Status.BROKEN: "bold red",
-}
+STATUS_STYLE = {"ok": "green", "note": "yellow", "broken": "bold red"}
 
 
 @click.command("doctor")
@@ -28,6 +23,8 @@ def command(program: str | None, json_output: bool) -> None:
     (or into PROGRAM, any llama.cpp program that knows --list-devices) and into llama-cpp-python. The exit
     code is 1 if something that matters is broken.
     """
+    from ggml_tern.host import doctor as examination
+
     checks = examination.examine(program)
     if json_output:
         click.echo(examination.as_json(checks))

@@ -8,7 +8,6 @@ call (``enable``).
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import threading
@@ -96,9 +95,13 @@ def find_llama_cpp_python() -> LlamaCppPython | None:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return None
+    # Imported here, for it takes time.
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
     try:
-        version = importlib.metadata.version("llama-cpp-python")
-    except importlib.metadata.PackageNotFoundError:
+        version = version_of("llama-cpp-python")
+    except PackageNotFoundError:
         version = "unknown"
     return LlamaCppPython(version, Path(spec.origin).parent)
 
