@@ -28,6 +28,7 @@ from ggml_tern.host.stock import (
     LLAMA_LIBRARY_VARIABLE,
     PLUGIN_NAME,
     bindings_command,
+    clash_of_bindings,
     find_llama_cpp_python,
     host_environment,
     install_dir,
@@ -361,6 +362,8 @@ def check_python_bindings() -> Check:
     mend = f"install the one that goes with ggml-tern: {bindings_command()}"
     if LLAMA_LIBRARY_VARIABLE in os.environ:
         mend = f"{LLAMA_LIBRARY_VARIABLE} is set: unset it, or name a folder with libllama.so; or {mend}"
+    if (clash := clash_of_bindings(bindings)) is not None:
+        mend = clash.mend
     return check_library(f"llama-cpp-python {bindings.version}", mend, dict(os.environ))
 
 

@@ -277,14 +277,15 @@ def enable() -> None:
                 f"{_way_out(bindings)}"
             ) from error
         except TernError as error:
-            if (clash := _clash_of(bindings)) is not None:
+            if (clash := clash_of_bindings(bindings)) is not None:
                 raise TernError(f"{error}; {clash}: {clash.mend}") from error
             raise
 
 
-def _clash_of(bindings: LlamaCppPython) -> binaries.Clash | None:
+def clash_of_bindings(bindings: LlamaCppPython) -> binaries.Clash | None:
     """Whether LD_LIBRARY_PATH puts another llama.cpp's libraries before those of llama-cpp-python."""
-    folder = Path(os.environ.get(LLAMA_LIBRARY_VARIABLE) or bindings.folder / "lib")
+    chosen = {**os.environ, **library_variables()}.get(LLAMA_LIBRARY_VARIABLE)
+    folder = Path(chosen or bindings.folder / "lib")
     try:
         return binaries.clash_of(binaries.read(folder / "libllama.so"), os.environ)
     except TernError:
@@ -293,7 +294,7 @@ def _clash_of(bindings: LlamaCppPython) -> binaries.Clash | None:
 
 def _way_out(bindings: LlamaCppPython) -> str:
     """What to do about a llama-cpp-python whose libraries do not load."""
-    if (clash := _clash_of(bindings)) is not None:
+    if (clash := clash_of_bindings(bindings)) is not None:
         return f"{clash}: {clash.mend}"
     folder = os.environ.get(LLAMA_LIBRARY_VARIABLE)
     if folder is not None and Path(folder) != install_dir() / "llama.cpp":
