@@ -529,7 +529,7 @@ def test_picture(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         picture.unlink()
     result = tern_plan(path, "--png", tmp_path / "nowhere" / "plan.png")
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (2, "")
     assert "nowhere does not exist; create it first" in result.stderr
 
 
