@@ -294,6 +294,10 @@ def test_every_command_that_reads_models_says_it(name: str, tmp_path: Path) -> N
         [TERN, "repack", path, out, "--type", "q2_0"],
         [TERN, "verify", path, path],
         [TERN, "plan", path],
+        [TERN, "chat", path, "Why?"],
+        [TERN, "serve", path],
+        [TERN, "bench", path],
+        [TERN, "run", "llama-bench", "-m", path],
         [TERNCONV, path, out],
     ):
         code, stdout, stderr = outcome(*command)
