@@ -201,6 +201,14 @@ def test_squared_relu_is_served_as_it_is(tmp_path: Path, squared_relu_dir: Path,
     assert run_bench(output) == (0, [])
 
 
+def test_the_host_sees_the_activation_that_is_left_to_it(tmp_path: Path, squared_relu_dir: Path) -> None:
+    """A host that read the key would apply to our gates what they have passed through already."""
+    for gate, is_left in ((PTQ1_0, False), (Q8_0, True)):
+        path = bitnet_file(squared_relu_dir, tmp_path / f"{gate.name}.gguf", gate)
+        keys = in_llama.ask("metadata_keys", str(path))
+        assert ("bitnet.hidden_activation" in keys) == is_left
+
+
 @pytest.mark.parametrize("n_gpu_layers", [0, 99])
 def test_squared_relu_and_silu_in_one_process(
     tmp_path: Path, squared_relu_dir: Path, n_gpu_layers: int

@@ -264,6 +264,14 @@ def test_what_is_said_of_the_same_bytes(same_bytes: Twins) -> None:
     assert line.startswith(f"ggml-tern: {second}: ") and "rotates it otherwise" in line
 
 
+def test_the_host_does_not_see_that_a_model_is_rotated(models: Callable[[str], Files]) -> None:
+    """Newer ones read the keys of the contract too, and would rotate a second time."""
+    for name in ("qwen3, tied", "qwen35"):
+        keys = in_llama.ask("metadata_keys", str(models(name).rotated))
+        assert "general.architecture" in keys
+        assert [key for key in keys if key.startswith("prism.")] == []
+
+
 def test_a_rotated_model_is_not_saved_without_its_keys(
     models: Callable[[str], Files], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,8 +5,6 @@ namespace tern {
 
 namespace {
 
-constexpr const char * ACTIVATION_KEY = "bitnet.hidden_activation";
-
 // Whether the name is blk.N and `end`.
 bool is_in_block(std::string_view name, std::string_view end) {
     const size_t dot = name.find_first_not_of("0123456789", 4);
@@ -25,8 +23,7 @@ bool wants_squared_relu(const GgufHeader & header) {
     }
     const auto activation = header.text(ACTIVATION_KEY);
     if (activation != "silu" && activation != "relu2") {
-        throw FormatError(std::string("key '") + ACTIVATION_KEY + "' is " +
-                          (activation ? quoted(*activation) : "no string") +
+        throw FormatError("key " + quoted(ACTIVATION_KEY) + " is " + (activation ? quoted(*activation) : "no string") +
                           "; 'silu' and 'relu2' are all that can be computed");
     }
     return activation == "relu2";

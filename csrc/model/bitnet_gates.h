@@ -8,8 +8,12 @@
 #include "process_types.h"
 
 #include <string>
+#include <string_view>
 
 namespace tern {
+
+// The key that names the activation.
+constexpr std::string_view ACTIVATION_KEY = "bitnet.hidden_activation";
 
 // Whether the tensor is the gate matrix of a block.
 bool is_gate(const GgufTensor & tensor);

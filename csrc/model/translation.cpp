@@ -13,9 +13,14 @@ namespace {
 
 using Rotations = std::map<std::string_view, std::shared_ptr<Rotation>>;
 
+constexpr std::string_view ROTATION_KEYS = "prism.hadamard.";
+
+bool is_of_rotation(const GgufKey & key) {
+    return key.name.substr(0, ROTATION_KEYS.size()) == ROTATION_KEYS;
+}
+
 bool is_rotated(const GgufHeader & header) {
-    return std::any_of(header.metadata.begin(), header.metadata.end(),
-                       [](const GgufKey & key) { return key.name.substr(0, 15) == "prism.hadamard."; });
+    return std::any_of(header.metadata.begin(), header.metadata.end(), is_of_rotation);
 }
 
 // A number of a split model's part; `otherwise` where the header does not have it.
@@ -125,13 +130,21 @@ std::optional<std::string> translate_header(std::string_view gguf, const std::st
 
     std::string bytes(gguf.substr(0, header.data_offset));
     std::vector<Models::Entry> entries;
+    bool has_squared_relu = false;
     for (size_t i = 0; i < header.tensors.size(); i++) {
         const GgufTensor & tensor = header.tensors[i];
         const uint32_t type = treatments[i].is_none() ? types.plain(tensor.type) : types.treated(tensor.type);
         std::memcpy(&bytes[tensor.type_position], &type, sizeof(type));
+        has_squared_relu = has_squared_relu || treatments[i].squared_relu;
         if (!treatments[i].is_none()) {
             entries.push_back(
                 {&tensor, gguf.substr(header.data_offset + tensor.offset, tensor_bytes(tensor)), treatments[i]});
+        }
+    }
+    // A host that knows these keys would do a second time what is done already.
+    for (const GgufKey & key : header.metadata) {
+        if (is_of_rotation(key) || (key.name == ACTIVATION_KEY && has_squared_relu)) {
+            bytes[static_cast<size_t>(key.name.data() - gguf.data()) + key.name.find('.')] = '-';
         }
     }
     models.remember(entries);

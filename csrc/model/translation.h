@@ -1,6 +1,6 @@
 // The header of a GGUF file as a process reads it that does not know our types: each id that only files have is replaced by the
 // one that the type has inside the process. An id is a u32 either way, so nothing moves. On the way, what the header says about
-// the model's weights is taken up.
+// the model's weights is taken up, and the keys of what is done here get names that no host knows: newer ones would do it too.
 #pragma once
 
 #include "models.h"

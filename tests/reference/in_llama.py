@@ -128,6 +128,11 @@ def buffers_of_one_while_another_opens(path: str, other: str) -> list[str]:
     return re.findall(r"(\S+) model buffer size", "".join(log))
 
 
+def metadata_keys(path: str) -> list[str]:
+    """The keys of a model's metadata as the host has them."""
+    return sorted(_llama(path, 99).metadata)
+
+
 def save(path: str, out: str) -> None:
     """Loads a model and has libllama write it again."""
     import llama_cpp
