@@ -40,7 +40,7 @@ help:  ## List these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 .PHONY: demo
-demo: build  ## Convert Gemma 3 270M and run it in stock llama.cpp
+demo: build  ## Convert models, run them in stock llama.cpp, and chat with one
 	@$(PY) tools/demo.py
 
 .PHONY: test

@@ -4,16 +4,18 @@
     make demo
 
 First a tiny model of models/, which was trained ternary in a rotated basis, at 1.75 bits a weight (PTQ1_0):
-it writes sense. Then Gemma 3 270M, which was not, with ternary weights (PQ2_0), for its speed, and through
-the same pipeline with Q8_0. Each file is served by the stock llama-server with the plug-in, and run in this
-Python by llama-cpp-python with ``ggml_tern.enable()``. Both must give the same greedy tokens; the demo exits
-with 1 if they do not, or if anything else goes wrong.
+it writes sense. Then Gemma 3 270M, which was not, with ternary weights (PQ2_0), for its speed. Each file is
+served by the stock llama-server with the plug-in, and run in this Python by llama-cpp-python with
+``ggml_tern.enable()``. Both must give the same greedy tokens; the demo exits with 1 if they do not, or if
+anything else goes wrong. At the end, SmolLM2 135M Instruct goes through the same pipeline with Q8_0, and
+answers a question in ``tern chat``: a model to chat with.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,6 +41,7 @@ SCRIPTS = Path(sys.executable).parent
 CACHE = Path(os.environ.get("TERN_CACHE_DIR") or "~/.cache/ggml-tern").expanduser().absolute()
 TINY = REPOSITORY / "models" / "tiny-qwen35"
 TINY_PROMPT = "David went up from there, and"
+INSTRUCT, QUESTION = "smollm2-135m", "Why is the sky blue?"
 GEMMA = "gemma3-270m"
 GEMMA_PROMPT = (
     "Photosynthesis is the process by which green plants, algae and some bacteria turn the energy of light "
@@ -99,21 +102,22 @@ class Completion:
 
 
 def run(*command: str | Path) -> None:
-    console.print(
-        Text(f"$ {' '.join(Path(word).name if word is command[0] else str(word) for word in command)}", "dim")
-    )
+    shown = shlex.join([Path(command[0]).name, *map(str, command[1:])])
+    console.print(Text(f"$ {shown}", "dim"))
     code = subprocess.run(command).returncode
     if code != 0:
         raise DemoError(f"{Path(command[0]).name} ended with exit code {code}")
 
 
-def make_gemma() -> Path:
-    """The Hugging Face directory of Gemma 3 270M."""
-    command = [sys.executable, str(REPOSITORY / "tools" / "make_hf_dir.py"), GEMMA]
+def make_checkpoint(name: str) -> Path:
+    """The Hugging Face directory of a model that tools/make_hf_dir.py knows."""
+    command = [sys.executable, str(REPOSITORY / "tools" / "make_hf_dir.py"), name]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode != 0:
         raise DemoError("the checkpoint could not be made")
-    return Path(result.stdout.strip().splitlines()[-1])
+    path = Path(result.stdout.strip().splitlines()[-1])
+    console.print(f"{name} as a Hugging Face directory: {path}")
+    return path
 
 
 def convert(checkpoint: Path, kind: str) -> Path:
@@ -247,17 +251,18 @@ def main() -> int:
             TINY_PROMPT,
         )
         console.print(Rule("A larger checkpoint", align="left"))
-        gemma = make_gemma()
-        console.print(f"{GEMMA} as a Hugging Face directory: {gemma}")
+        gemma = make_checkpoint(GEMMA)
         demonstrate(gemma, "pq2_0", "Gemma 3 270M with ternary weights (PQ2_0)", GEMMA_PROMPT)
         console.print(
             "Nonsense is right here: this model was not trained ternary, and rounding 270M weights to three "
             "values afterwards destroys it. Models trained ternary, such as the first, keep their sense.",
             style="yellow",
         )
-        sensible = demonstrate(
-            gemma, "q8_0", "The same checkpoint through the same pipeline, 8 bits a weight", GEMMA_PROMPT
+        console.print(
+            Rule("SmolLM2 135M Instruct by the same way, 8 bits a weight: to chat with", align="left")
         )
+        talking = convert(make_checkpoint(INSTRUCT), "q8_0")
+        run(SCRIPTS / "tern", "chat", talking, QUESTION, "--temp", "0", "--max-tokens", "120")
     except DemoError as error:
         console.print(f"demo: {error}", style="bold red", markup=False)
         return 1
@@ -266,8 +271,8 @@ def main() -> int:
         return 130
     for action, command, model in (
         ("Let the first write on", "chat", tiny),
-        ("Chat with the last", "chat", sensible),
-        ("The same in the browser, on http://127.0.0.1:8080", "serve", sensible),
+        ("Chat with the last", "chat", talking),
+        ("The same in the browser, on http://127.0.0.1:8080", "serve", talking),
     ):
         console.print(f"{action}: .venv/bin/tern {command} {model}", markup=False, soft_wrap=True)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import http.client
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ggml_tern.client.endpoint import UnixConnection
+from ggml_tern.client.endpoint import ServerError, unix_endpoint
 from ggml_tern.errors import TernError
 from ggml_tern.host.stock import host_environment, llama_cpp_dir
 
@@ -51,14 +50,12 @@ class LocalServer:
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
-        connection = UnixConnection(self.socket, timeout=10)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
+            with unix_endpoint(self.socket, str(self._model)).exchange() as exchange:
+                exchange.send("/health")
+        except ServerError:
             return False
-        finally:
-            connection.close()
+        return True
 
     def check_alive(self) -> None:
         """Raise a TernError with what is known of its end, unless the server is running."""
