@@ -301,7 +301,7 @@ def _shown_rotation(rotation: dict[str, Any] | None) -> str:
     if rotation is None:
         return "none"
     kinds = Counter(kind_name(name) for name in rotation["weights"])
-    listed = ", ".join(whole(f"{count} {printable(kind)}") for kind, count in kinds.items())
+    listed = ", ".join(f"{count} {printable(kind)}" for kind, count in kinds.items())
     inverse = "".join(f", inverse {printable(name)}" for name in rotation["inverse_weights"])
     tied = ", tied" if rotation["tied_output"] else ""
     grouped = ", ssm_out in grouped order" if rotation["gdn_v_grouped"] else ""
