@@ -6,6 +6,8 @@ instructions in plain C++; once for 64-bit Arm, run in an emulator; and once nat
 
 from __future__ import annotations
 
+import platform
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +27,19 @@ U8 = npt.NDArray[np.uint8]
 
 TILE_ROWS = 8
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"] if "avx2" in _core.available_isas() else []
+
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni"))]
+_DOTPROD = "-march=armv8.2-a+dotprod"
+
+
+def files(isa: str, flags: list[str]) -> dict[Path, list[str]]:
+    """Those of an instruction set, with what they are compiled with."""
+    return dict.fromkeys(sorted(tools.KERNELS.glob(f"*_{isa}.cpp")), flags)
+
+
+X86_FILES = files("avx2", _AVX2) | files("avxvnni", [*_AVX2, "-mavxvnni"]) | files("avx512", _AVX512)
+ARM_FILES = files("neon", [_DOTPROD]) | files("i8mm", [f"{_DOTPROD}+i8mm"])
 
 
 @dataclass
@@ -157,8 +172,8 @@ def simde(tmp_path_factory: pytest.TempPathFactory) -> Driver:
         tools.KERNELS / f"{what}_{name}.cpp": include for what in ("kernels", "roofline") for name in arm
     }
     # SIMDe lacks what attention_neon.cpp wants of fp16; the emulator runs that.
-    sources[tools.KERNELS / "attention.cpp"] = ["-DTERN_AVX512"]
-    sources |= tools.common_sources(["-DDRIVER_AVX2", "-DDRIVER_VNNI", "-DDRIVER_NEON"])
+    drivers = ["-DDRIVER_AVX2", "-DDRIVER_VNNI", "-DDRIVER_NEON", "-DDRIVER_NO_NEON_ATTENTION"]
+    sources |= tools.common_sources(drivers)
     # Unrolled and optimized, SIMDe's functions would take minutes to compile.
     program = tools.build(folder / "driver", tools.compiler(), sources, ["-O0"])
     return Driver([str(program)], ["generic", *x86, *arm], folder)
@@ -167,15 +182,7 @@ def simde(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("arm")
-    defines = ["-DDRIVER_NEON", "-DTERN_NEON", "-DTERN_I8MM"]
-    sources = tools.common_sources(defines) | {
-        tools.KERNELS / "attention.cpp": defines,
-        tools.KERNELS / "attention_neon.cpp": ["-march=armv8.2-a+dotprod"],
-        tools.KERNELS / "kernels_neon.cpp": ["-march=armv8.2-a+dotprod"],
-        tools.KERNELS / "kernels_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
-        tools.KERNELS / "roofline_neon.cpp": ["-march=armv8.2-a+dotprod"],
-        tools.KERNELS / "roofline_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
-    }
+    sources = tools.common_sources(["-DDRIVER_NEON"]) | ARM_FILES
     emulator = [tools.qemu_aarch64(), "-cpu", "max"]
     program = tools.build(
         folder / "driver", tools.cross_compiler(), sources, ["-O2", "-static", "-Wall", "-Werror"]
@@ -188,11 +195,8 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("sanitized")
     isas: list[str] = [isa for isa in ("generic", "avx2") if isa in _core.available_isas()]
     sources = tools.common_sources(["-DDRIVER_AVX2"] if "avx2" in isas else [])
-    sources[tools.KERNELS / "attention.cpp"] = []
     if "avx2" in isas:
-        sources[tools.KERNELS / "attention_avx2.cpp"] = AVX2_FLAGS
-        sources[tools.KERNELS / "kernels_avx2.cpp"] = AVX2_FLAGS
-        sources[tools.KERNELS / "roofline_avx2.cpp"] = AVX2_FLAGS
+        sources |= {file: flags for file, flags in X86_FILES.items() if file.stem.endswith("_avx2")}
     flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     program = tools.build(folder / "driver", tools.compiler(), sources, flags)
     return Driver([str(program)], isas, folder)
@@ -322,3 +326,23 @@ def test_multiply_add_loops_do_what_they_count(driver: Driver) -> None:
         of_a_pass, total = np.frombuffer(driver.run(isa, [job]), np.int64)
         assert total == of_a_pass * n_passes, isa
         assert of_a_pass >= 16, isa
+
+
+def shared_symbols(cxx: tools.Compiler, sources: dict[Path, list[str]], flags: list[str]) -> list[str]:
+    """Those of which the linker takes one copy for all, whatever instructions it was compiled with."""
+    nm = tools.Compiler([cxx.run("-print-prog-name=nm").strip()], cxx.variables)
+    compiled = map(str, tools.objects(cxx, sources, flags))
+    lines = nm.run("--defined-only", "--demangle", "--print-file-name", *compiled).splitlines()
+    return [line for line in lines if re.search(r" [uVW] ", line)]
+
+
+def test_no_instruction_set_lends_its_functions() -> None:
+    """An inline function that AVX-512 was used for must not be the one that every processor runs."""
+    release = ["-O3", "-DNDEBUG", "-fPIC"]
+    compilers = [(tools.cross_compiler(), ARM_FILES)]
+    if platform.machine() == "x86_64":
+        compilers.append((tools.compiler(), X86_FILES))
+    for cxx, sources in compilers:
+        assert shared_symbols(cxx, sources, release) == []
+    # Nothing is inlined without optimization: then there are some, and they are seen.
+    assert shared_symbols(tools.cross_compiler(), files("neon", [_DOTPROD]), ["-O0"])

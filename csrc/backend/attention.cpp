@@ -3,7 +3,7 @@
 // n_tokens, n_sequences], contiguous.
 #include "attention.h"
 
-#include "../cpu/kernels.h"
+#include "../cpu/isa.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -11,11 +11,6 @@
 namespace tern {
 
 namespace {
-
-const AttentionKernels & our_kernels() {
-    static const AttentionKernels & chosen = attention_kernels(kernels().isa);
-    return chosen;
-}
 
 bool stock_is_wanted() {
     static const char * const wanted = std::getenv("TERN_ATTENTION");
@@ -93,7 +88,7 @@ AttentionTask::AttentionTask(const ggml_tensor * node, const ThreadScratch & scr
 
 void attend(ggml_tensor *, int ith, int nth, void * data) {
     auto & task = *static_cast<AttentionTask *>(data);
-    task.work.run(our_kernels(), nth, task.partials, task.scratch.of(ith));
+    task.work.run(isa().attention, nth, task.partials, task.scratch.of(ith));
 }
 
 void combine_attention(ggml_tensor *, int ith, int nth, void * data) {

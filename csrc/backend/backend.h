@@ -3,7 +3,8 @@
 // and registry.
 #pragma once
 
-#include "../cpu/kernels.h"
+#include "../cpu/isa.h"
+#include "../cpu/tiles.h"
 #include "../host/host_api.h"
 #include "../host/type_slots.h"
 #include "../model/models.h"

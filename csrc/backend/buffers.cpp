@@ -193,7 +193,7 @@ void set_plain_bytes(TiledBuffer & context, ggml_tensor * tensor, const uint8_t 
         header_of_tiles(tiles).note = look_up(tensor, plain);
     }
     bool canonical = true;
-    if (m.type.id == TYPE_PTQ1_0 || m.type.id == TYPE_TQ1_0) {
+    if (m.type.base_3) {
         for (int64_t row = 0; row < m.n_out * m.count && canonical; row++) {
             canonical = is_canonical(m.type, plain + row * m.type.row_bytes(m.n_in), m.n_in);
         }

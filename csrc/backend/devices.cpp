@@ -49,7 +49,7 @@ const char * get_name(ggml_backend_dev_t device) {
 }
 
 const char * get_description(ggml_backend_dev_t) {
-    static const std::string description = std::string("ggml-tern CPU kernels (") + kernels().isa + ")";
+    static const std::string description = std::string("ggml-tern CPU kernels (") + isa().name + ")";
     return description.c_str();
 }
 

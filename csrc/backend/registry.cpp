@@ -29,7 +29,7 @@ ggml_backend_dev_t get_device(ggml_backend_reg_t, size_t index) {
 ggml_backend_feature * get_features(ggml_backend_reg_t) {
     static ggml_backend_feature features[] = {
         {"TERN_VERSION", TERN_VERSION},
-        {"TERN_ISA", kernels().isa},
+        {"TERN_ISA", isa().name},
         {nullptr, nullptr},
     };
     return features;
@@ -42,7 +42,7 @@ const char * get_status() {
     const std::lock_guard<std::mutex> lock(mutex);
     hook_loaders();
     status = std::string("version=") + TERN_VERSION + "\nggml_version=" + host().ggml_version() +
-             "\napi_version=" + std::to_string(host().api_version) + "\nisa=" + kernels().isa +
+             "\napi_version=" + std::to_string(host().api_version) + "\nisa=" + isa().name +
              "\nhooked_slots=" + std::to_string(hooked_slots()) + "\nknows_q2_0=" + (host().knows_q2_0 ? "1" : "0") +
              "\n";
     return status.c_str();

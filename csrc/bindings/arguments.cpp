@@ -67,18 +67,18 @@ int64_t require_packed(const TernaryType & type, const py::array & data, const c
     return data.shape(1) / type.block_bytes * type.block;
 }
 
-const Kernels & kernels_by_name(const std::optional<std::string> & isa) {
-    if (!isa) {
-        return kernels();
+const Isa & isa_by_name(const std::optional<std::string> & name) {
+    if (!name) {
+        return isa();
     }
     int count;
-    const Kernels * const * tables = available_kernels(&count);
+    const Isa * const * isas = available_isas(&count);
     for (int i = 0; i < count; i++) {
-        if (*isa == tables[i]->isa) {
-            return *tables[i];
+        if (*name == isas[i]->name) {
+            return *isas[i];
         }
     }
-    throw py::value_error("instruction set '" + *isa + "' is unknown or this processor lacks it");
+    throw py::value_error("instruction set '" + *name + "' is unknown or this processor lacks it");
 }
 
 }  // namespace tern

@@ -2,7 +2,7 @@
 // says what was found and what is wanted.
 #pragma once
 
-#include "../cpu/kernels.h"
+#include "../cpu/isa.h"
 #include "../format/ternary_types.h"
 
 #include <pybind11/numpy.h>
@@ -30,7 +30,7 @@ void require_whole_blocks(const TernaryType & type, int64_t n_in, const char * n
 // Rows of packed bytes: returns n_in.
 int64_t require_packed(const TernaryType & type, const pybind11::array & data, const char * name);
 
-// The table of that instruction set; the plug-in's choice without one.
-const Kernels & kernels_by_name(const std::optional<std::string> & isa);
+// The instruction set of that name; the plug-in's choice without one.
+const Isa & isa_by_name(const std::optional<std::string> & name);
 
 }  // namespace tern

@@ -85,7 +85,7 @@ py::array_t<float> attention(const py::array & q, uint32_t type_k, const py::arr
     a.max_bias = max_bias;
     a.softcap = softcap;
     a.sinks = sinks ? sinks->data() : nullptr;
-    const AttentionKernels & kernels = attention_kernels(kernels_by_name(isa).isa);
+    const AttentionKernels & kernels = isa_by_name(isa).attention;
     py::array_t<float> out(std::vector<py::ssize_t>{a.n_tokens, a.n_heads, a.d_v});
     a.out = out.mutable_data();
 

@@ -2,7 +2,7 @@
 //
 // Rows are split over threads; the interpreter's lock is released meanwhile. Whatever is wrong with the arguments is
 // raised as ValueError or TypeError before anything is computed.
-#include "../cpu/kernels.h"
+#include "../cpu/isa.h"
 #include "../cpu/product.h"
 #include "../cpu/team.h"
 #include "../format/float16.h"
@@ -250,12 +250,12 @@ py::array_t<float> matrix_product(uint32_t type_id, const py::array & data, cons
     return multiply_tiled(make_tiled_matrix(type_id, data, /*dense=*/false), x, isa, n_threads, rotation);
 }
 
-py::list available_isas() {
+py::list names_of_isas() {
     int count;
-    const Kernels * const * tables = available_kernels(&count);
+    const Isa * const * isas = available_isas(&count);
     py::list names;
     for (int i = 0; i < count; i++) {
-        names.append(tables[i]->isa);
+        names.append(isas[i]->name);
     }
     return names;
 }
@@ -263,7 +263,7 @@ py::list available_isas() {
 py::array_t<float> squared_relu_for_silu(const py::array & x, const std::optional<std::string> & isa) {
     require_dtype(x, "x", 'f', 4, "float32");
     require_matrix(x, "x");
-    const Kernels & table = kernels_by_name(isa);
+    const Kernels & table = isa_by_name(isa).kernels;
     py::array_t<float> y(std::vector<py::ssize_t>{x.shape(0), x.shape(1)});
     std::memcpy(y.mutable_data(), x.data(), static_cast<size_t>(x.nbytes()));
     table.squared_relu_for_silu(y.mutable_data(), y.size());
@@ -608,7 +608,7 @@ Returns float32 [n_cols, n_out].)");
     m.def("squared_relu_for_silu", &squared_relu_for_silu, py::arg("x"), py::arg("isa") = py::none(), R"(
 What the plug-in makes of the products with the gate of a BitNet that has squared ReLU where llama.cpp's graph has SiLU:
 h with silu(h) = relu(x)^2. x: float32 [n_cols, n_out]. isa: as for matmul. Returns float32 [n_cols, n_out].)");
-    m.def("available_isas", &available_isas,
+    m.def("available_isas", &names_of_isas,
           "Kernel tables that this processor can run, best first: 'avx2', 'generic'.");
     m.def("tiles_roundtrip", &tiles_roundtrip, py::arg("type"), py::arg("data"), py::arg("dense") = false,
           "Pack rows, uint8 [n_rows, row_bytes], into the kernels' tiles and read them back, as the plug-in's buffers "

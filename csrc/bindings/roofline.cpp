@@ -31,9 +31,9 @@ double measured_read_bandwidth(int n_threads, int64_t n_bytes, double seconds) {
 
 double measured_multiply_add_peak(int n_threads, const std::optional<std::string> & isa, double seconds) {
     require_positive(seconds, "seconds");
-    const Kernels & table = kernels_by_name(isa);
+    const MultiplyAddLoop & loop = isa_by_name(isa).multiply_adds;
     const py::gil_scoped_release unlocked;
-    return multiply_add_peak(table, thread_count(n_threads), seconds);
+    return multiply_add_peak(loop, thread_count(n_threads), seconds);
 }
 
 std::vector<std::pair<double, double>> measured_products(const std::vector<const TiledMatrix *> & matrices,
@@ -47,7 +47,7 @@ std::vector<std::pair<double, double>> measured_products(const std::vector<const
     }
     require_positive(static_cast<double>(n_cols), "n_cols");
     require_positive(repeats, "repeats");
-    const Kernels & table = kernels_by_name(isa);
+    const Kernels & table = isa_by_name(isa).kernels;
     const py::gil_scoped_release unlocked;
     std::vector<std::pair<double, double>> seconds;
     for (const ProductTimes & times : time_products(table, matrices, n_cols, thread_count(n_threads), repeats)) {

@@ -38,7 +38,7 @@ py::array_t<float> multiply_tiled(const TiledMatrix & matrix, const py::array & 
         throw py::value_error("rotation is of " + std::to_string(rotation->n_in) +
                               " inputs, the matrix has n_in = " + std::to_string(n_in));
     }
-    const Kernels & table = kernels_by_name(isa);
+    const Kernels & table = isa_by_name(isa).kernels;
     const int64_t n_cols = x.shape(0);
     py::array_t<float> y(std::vector<py::ssize_t>{n_cols, matrix.n_out()});
     auto * results = y.mutable_data();

@@ -1,6 +1,7 @@
 // The loops of attention over tiles of rows, pieces and chunks of positions; the arithmetic is in the kernel tables.
 #include "attention.h"
 
+#define TERN_ISA generic  // what is shared with the kernels, in plain C++
 #include "attention_kernels.h"
 #include "exp.h"
 
@@ -88,8 +89,8 @@ class Total {
             return;  // hidden as a whole
         }
         const float top = std::max(maximum_, maximum);
-        const float shrink = exp_or_zero(maximum_ - top);
-        const float weight = exp_or_zero(maximum - top);
+        const float shrink = generic::exp_or_zero(maximum_ - top);
+        const float weight = generic::exp_or_zero(maximum - top);
         maximum_ = top;
         sum_ = sum_ * shrink + sum * weight;
         for (int64_t i = 0; i < d_; i++) {
@@ -304,30 +305,6 @@ class Tile {
 
 size_t kv_block_bytes(uint32_t type) {
     return block_bytes(static_cast<KvType>(type));
-}
-
-const AttentionKernels & attention_kernels(const char * isa) {
-    const struct {
-        const char * isa;
-        const AttentionKernels & kernels;
-    } tables[] = {
-#if defined(TERN_AVX512)
-        {"avx512", ATTENTION_AVX512},
-#endif
-#if defined(__x86_64__)
-        {"avxvnni", ATTENTION_AVX2},    {"avx2", ATTENTION_AVX2},
-#endif
-#if defined(TERN_NEON)
-        {"i8mm", ATTENTION_NEON},       {"neon", ATTENTION_NEON},
-#endif
-        {"generic", ATTENTION_GENERIC},
-    };
-    for (const auto & table : tables) {
-        if (std::strcmp(table.isa, isa) == 0) {
-            return table.kernels;
-        }
-    }
-    return ATTENTION_GENERIC;
 }
 
 AttentionWork::AttentionWork(const Attention & attention) : attention_(attention) {

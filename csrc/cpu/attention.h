@@ -106,7 +106,4 @@ class AttentionWork {
     std::atomic<int64_t> next_unit_{0};
 };
 
-// The functions for an instruction set, by the name that kernels() gives to it: its own, or those of a lesser one.
-const AttentionKernels & attention_kernels(const char * isa);
-
 }  // namespace tern

@@ -1,9 +1,12 @@
 // Attention for AVX2 with FMA and F16C (this file alone is compiled with those instructions).
+#define TERN_ISA avx2
+
 #include "attention_vector.h"
+#include "isas.h"
 
 #include <immintrin.h>
 
-namespace tern {
+namespace tern::avx2 {
 
 namespace {
 
@@ -61,6 +64,6 @@ struct Avx2 {
 
 }  // namespace
 
-const AttentionKernels ATTENTION_AVX2 = attention_table<Avx2>();
+const AttentionKernels ATTENTION = attention_table<Avx2>();
 
-}  // namespace tern
+}  // namespace tern::avx2

@@ -1,9 +1,12 @@
 // Attention for AVX-512 (this file alone is compiled with those instructions).
+#define TERN_ISA avx512
+
 #include "attention_vector.h"
+#include "isas.h"
 
 #include <immintrin.h>
 
-namespace tern {
+namespace tern::avx512 {
 
 namespace {
 
@@ -59,6 +62,6 @@ struct Avx512 {
 
 }  // namespace
 
-const AttentionKernels ATTENTION_AVX512 = attention_table<Avx512>();
+const AttentionKernels ATTENTION = attention_table<Avx512>();
 
-}  // namespace tern
+}  // namespace tern::avx512

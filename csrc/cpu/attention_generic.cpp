@@ -1,10 +1,12 @@
 // Attention in plain C++, for any processor: block by block is decoded, and the rest are plain loops.
-#include "attention_kernels.h"
+#define TERN_ISA generic
+
 #include "attention_softmax.h"
+#include "isas.h"
 
 #include <cstring>
 
-namespace tern {
+namespace tern::generic {
 
 namespace {
 
@@ -105,6 +107,6 @@ void accumulate(KvType type, const uint8_t * v, size_t stride, int n_positions, 
 
 }  // namespace
 
-const AttentionKernels ATTENTION_GENERIC = {decode, multiply, accumulate, weigh, scale};
+const AttentionKernels ATTENTION = {decode, multiply, accumulate, weigh, scale};
 
-}  // namespace tern
+}  // namespace tern::generic

@@ -1,4 +1,4 @@
-// What attention wants of an instruction set, and the tables that are compiled in.
+// What attention wants of an instruction set.
 #pragma once
 
 #include "attention.h"
@@ -27,12 +27,6 @@ struct AttentionKernels {
     // values[i] *= factor
     void (*scale)(float * values, int64_t n, float factor);
 };
-
-// Declared are all; compiled in are those for the family of the processor that the compiler can make.
-extern const AttentionKernels ATTENTION_GENERIC;
-extern const AttentionKernels ATTENTION_AVX2;
-extern const AttentionKernels ATTENTION_AVX512;
-extern const AttentionKernels ATTENTION_NEON;
 
 // Bytes of 32 values.
 constexpr size_t block_bytes(KvType type) {

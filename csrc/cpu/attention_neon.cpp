@@ -1,9 +1,12 @@
 // Attention for NEON.
+#define TERN_ISA neon
+
 #include "attention_vector.h"
+#include "isas.h"
 
 #include <arm_neon.h>
 
-namespace tern {
+namespace tern::neon {
 
 namespace {
 
@@ -57,6 +60,6 @@ struct Neon {
 
 }  // namespace
 
-const AttentionKernels ATTENTION_NEON = attention_table<Neon>();
+const AttentionKernels ATTENTION = attention_table<Neon>();
 
-}  // namespace tern
+}  // namespace tern::neon

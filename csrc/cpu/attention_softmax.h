@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -79,4 +79,4 @@ void scale(float * values, int64_t n, float factor) {
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

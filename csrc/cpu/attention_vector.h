@@ -23,7 +23,7 @@
 #include <cstring>
 #include <type_traits>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -100,7 +100,7 @@ template <> struct Block<KvType::Q8_0> {
 };
 
 // Where K and V are decoded as they are read, memory is waited for: so the kernels ask for the position so far ahead, a line
-// of the cache at a time between their products. The same in bursts, a step ahead, gained nothing.
+// of the cache at a time between their products.
 constexpr int PREFETCH_POSITIONS = 8;
 
 template <class V, KvType TYPE> struct AttentionOf {
@@ -278,4 +278,4 @@ template <class V> constexpr AttentionKernels attention_table() {
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -12,28 +12,28 @@ template <int GROUP>
 void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * column,
                      float * output);
 
-// multiply_column(), or Products<GROUP, COLS>::multiply(tiles, n_rows, layout, panel, outputs) for the COLS, 2 to MOST, that
+// multiply_column(), or PanelKernel<GROUP, COLS>::multiply(tiles, n_rows, layout, panel, outputs) for the COLS, 2 to MOST, that
 // is n_cols.
-template <template <int, int> class Products, int GROUP, int MOST>
+template <template <int, int> class PanelKernel, int GROUP, int MOST>
 void multiply_by_columns(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
                          int n_cols, float * const * outputs) {
     if constexpr (MOST == 1) {
         multiply_column<GROUP>(tiles, n_rows, layout, panel, outputs[0]);
     } else if (n_cols < MOST) {
-        multiply_by_columns<Products, GROUP, MOST - 1>(tiles, n_rows, layout, panel, n_cols, outputs);
+        multiply_by_columns<PanelKernel, GROUP, MOST - 1>(tiles, n_rows, layout, panel, n_cols, outputs);
     } else {
-        Products<GROUP, MOST>::multiply(tiles, n_rows, layout, panel, outputs);
+        PanelKernel<GROUP, MOST>::multiply(tiles, n_rows, layout, panel, outputs);
     }
 }
 
-// Kernels::multiply of Products that take up to MOST columns.
-template <template <int, int> class Products, int MOST>
+// Kernels::multiply of PanelKernel that take up to MOST columns.
+template <template <int, int> class PanelKernel, int MOST>
 void multiply_any(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayout & layout, const uint8_t * panel,
                   int n_cols, float * const * outputs) {
     if (group == 64) {
-        multiply_by_columns<Products, 64, MOST>(tiles, n_rows, layout, panel, n_cols, outputs);
+        multiply_by_columns<PanelKernel, 64, MOST>(tiles, n_rows, layout, panel, n_cols, outputs);
     } else {
-        multiply_by_columns<Products, 128, MOST>(tiles, n_rows, layout, panel, n_cols, outputs);
+        multiply_by_columns<PanelKernel, 128, MOST>(tiles, n_rows, layout, panel, n_cols, outputs);
     }
 }
 
@@ -61,4 +61,4 @@ template <int GROUP, int COLS> struct PanelView {
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -38,4 +38,4 @@ inline float exp_or_zero(float x) {
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

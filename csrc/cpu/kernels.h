@@ -7,7 +7,7 @@
 // Inside a group everything is an exact integer; the fp32 sum runs over the groups in order, one multiply-add each. So a
 // result has the same bits whatever the number of columns, the number of threads and the split of the work.
 //
-// One table of functions per instruction set; kernels() picks it when first called.
+// One table of functions per instruction set (isa.h).
 #pragma once
 
 #include "tiles.h"
@@ -40,11 +40,9 @@ struct ColumnLayout {
 };
 
 struct Kernels {
-    const char * isa;
-
     // Quantizes the groups [group_begin, group_end) of the column x (n_in floats) into `column`.
-    void (*quantize)(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
-                     uint8_t * column);
+    void (*quantize_activation)(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                                uint8_t * column);
 
     // The normalized Walsh-Hadamard transform of x[0..block), in place; first x[i] *= signs[i] where signs are given.
     // block: a power of two. The same bits from every instruction set.
@@ -66,12 +64,5 @@ struct Kernels {
     // multiply() takes so many tiles at a time, and as long for fewer.
     int tiles_at_once = 1;
 };
-
-// The best table for this processor, or the one that the environment variable TERN_ISA names ("generic", "avx2", "avxvnni",
-// "avx512", "neon", "i8mm"); a name that is unknown or that the processor lacks is reported on stderr and ignored.
-const Kernels & kernels();
-
-// All tables that this processor can run, best first: entries [0, *count).
-const Kernels * const * available_kernels(int * count);
 
 }  // namespace tern

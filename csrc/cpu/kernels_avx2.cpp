@@ -4,7 +4,9 @@
 // 16-bit lanes begin at minus the sum of a half group, within 64 * 127 = 8128, and take a whole group of 128 inputs before
 // they are widened: 64 products each, within 3 * 127 (code 3; 2 * 127 for ternary codes). 8128 + 64 * 381 = 32512 < 32768,
 // so nothing saturates; activations are within +-127.
-#include "kernel_tables.h"
+#define TERN_ISA avx2
+
+#include "isas.h"
 
 #include "../format/float16.h"
 #include "dense_tiles.h"
@@ -15,7 +17,7 @@
 #include <cmath>
 #include <cstring>
 
-namespace tern {
+namespace tern::avx2 {
 
 namespace {
 
@@ -33,7 +35,8 @@ inline int32_t max_lane(__m256i v) {
     return _mm_cvtsi128_si32(m);
 }
 
-void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
+void quantize_activation(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                         uint8_t * column) {
     float * scales = reinterpret_cast<float *>(column + layout.scales);
     int16_t * minus_sums = reinterpret_cast<int16_t *>(column + layout.sums);
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
@@ -108,7 +111,7 @@ void two_stages(float * x, int64_t block, int64_t half) {
 
 void hadamard(float * x, const float * signs, int64_t block) {
     if (block < 8) {
-        KERNELS_GENERIC.hadamard(x, signs, block);
+        generic::KERNELS.hadamard(x, signs, block);
         return;
     }
     const __m256 norm = _mm256_set1_ps(1.0f / std::sqrt(static_cast<float>(block)));
@@ -151,7 +154,7 @@ struct Step {
     static __m256i finish(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 };
 
-template <int GROUP, int COLS> using Products = PanelProducts<Step, GROUP, COLS>;
+template <int GROUP, int COLS> using PanelKernel = PanelKernelOf<Step, GROUP, COLS>;
 
 // One column alone (decode). Codes are taken two bit pairs from one shift: the upper pair stays 4 times its value, and its
 // sums are divided at the end of the group, exactly. They get a register for each pair: 8 loads of 2 * 12 * 127 are 24384.
@@ -246,8 +249,10 @@ constexpr int MAX_COLUMNS = 8;
 
 }  // namespace
 
-const Kernels KERNELS_AVX2 = {
-    "avx2", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand,
+const Kernels KERNELS = {
+    quantize_activation, hadamard, multiply_any<PanelKernel, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand,
 };
 
-}  // namespace tern
+const Isa ISA = {"avx2", KERNELS, ATTENTION, MULTIPLY_ADDS};
+
+}  // namespace tern::avx2

@@ -5,14 +5,16 @@
 // the second in its upper. One column alone meets one tile at a time in registers of 256 bits. Fed with two tiles or with two loads of one, wide
 // registers would save decode nothing: they halve the ports that and, shift and vpdpbusd can go to, and memory is the
 // bound.
-#include "kernel_tables.h"
+#define TERN_ISA avx512
+
+#include "isas.h"
 
 #include "squared_relu.h"
 #include "vnni.h"
 
 #include <algorithm>
 
-namespace tern {
+namespace tern::avx512 {
 
 namespace {
 
@@ -36,7 +38,7 @@ inline __m512 load_scales(const uint8_t * first, const uint8_t * second) {
                                 _mm_loadu_si128(reinterpret_cast<const __m128i *>(second)), 1));
 }
 
-template <int GROUP, int COLS> struct Products {
+template <int GROUP, int COLS> struct PanelKernel {
     static void multiply(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
                          float * const * outputs) {
         const PanelView<GROUP, COLS> x(layout, panel);
@@ -96,9 +98,17 @@ constexpr int PANEL_INPUTS = 4;
 
 }  // namespace
 
-const Kernels KERNELS_AVX512 = {
-    "avx512", quantize,     hadamard,      multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
-    expand,   PANEL_INPUTS, TILES_AT_ONCE,
+const Kernels KERNELS = {
+    quantize_activation,
+    hadamard,
+    multiply_any<PanelKernel, MAX_COLUMNS>,
+    MAX_COLUMNS,
+    squared_relu_for_silu,
+    expand,
+    PANEL_INPUTS,
+    TILES_AT_ONCE,
 };
 
-}  // namespace tern
+const Isa ISA = {"avx512", KERNELS, ATTENTION, MULTIPLY_ADDS};
+
+}  // namespace tern::avx512

@@ -1,11 +1,13 @@
 // Kernels for AVX-VNNI: AVX2 and vpdpbusd (this file alone is compiled with those instructions). Quantization and Hadamard
 // transform are those of AVX2.
-#include "kernel_tables.h"
+#define TERN_ISA avxvnni
+
+#include "isas.h"
 
 #include "squared_relu.h"
 #include "vnni.h"
 
-namespace tern {
+namespace tern::avxvnni {
 
 namespace {
 
@@ -17,15 +19,17 @@ struct Step {
     static __m256i finish(__m256i sum) { return sum; }
 };
 
-template <int GROUP, int COLS> using Products = PanelProducts<Step, GROUP, COLS>;
+template <int GROUP, int COLS> using PanelKernel = PanelKernelOf<Step, GROUP, COLS>;
 
 // 12 sums, a register of codes, its bit pairs, the mask and the activations fill the 16 registers.
 constexpr int MAX_COLUMNS = 12;
 
 }  // namespace
 
-const Kernels KERNELS_AVXVNNI = {
-    "avxvnni", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand,
+const Kernels KERNELS = {
+    quantize_activation, hadamard, multiply_any<PanelKernel, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand,
 };
 
-}  // namespace tern
+const Isa ISA = {"avxvnni", KERNELS, avx2::ATTENTION, MULTIPLY_ADDS};
+
+}  // namespace tern::avxvnni

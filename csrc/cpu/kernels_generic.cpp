@@ -1,5 +1,7 @@
 // Kernels in plain C++: the readable version of what the others do, and what runs where no other fits.
-#include "kernel_tables.h"
+#define TERN_ISA generic
+
+#include "isas.h"
 
 #include "../format/float16.h"
 #include "dense_tiles.h"
@@ -9,11 +11,12 @@
 #include <cmath>
 #include <cstring>
 
-namespace tern {
+namespace tern::generic {
 
 namespace {
 
-void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
+void quantize_activation(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                         uint8_t * column) {
     int8_t * q = reinterpret_cast<int8_t *>(column);
     float * scales = reinterpret_cast<float *>(column + layout.scales);
     int16_t * minus_sums = reinterpret_cast<int16_t *>(column + layout.sums);
@@ -91,6 +94,8 @@ void multiply(const uint8_t * tiles, int64_t n_rows, int group, const ColumnLayo
 
 }  // namespace
 
-const Kernels KERNELS_GENERIC = {"generic", quantize, hadamard, multiply, 6, squared_relu_for_silu, expand_tile};
+const Kernels KERNELS = {quantize_activation, hadamard, multiply, 6, squared_relu_for_silu, expand_tile};
 
-}  // namespace tern
+const Isa ISA = {"generic", KERNELS, ATTENTION, MULTIPLY_ADDS};
+
+}  // namespace tern::generic

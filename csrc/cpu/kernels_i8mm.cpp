@@ -4,7 +4,9 @@
 // smmla multiplies 2 rows by 2 columns over 8 inputs, twice what sdot does. It wants the 8 inputs of a row, and of a
 // column, side by side: so panels lie in parts of 8 inputs, and two bit pairs of a register of codes, 4 inputs of 4 rows
 // each, are zipped into two registers of 2 rows.
-#include "kernel_tables.h"
+#define TERN_ISA i8mm
+
+#include "isas.h"
 
 #include "dense_tiles.h"
 #include "neon.h"
@@ -12,7 +14,7 @@
 
 #include <utility>
 
-namespace tern {
+namespace tern::i8mm {
 
 namespace {
 
@@ -27,7 +29,7 @@ inline int8x16_t last_rows(int8x16_t u, int8x16_t next) {
     return vreinterpretq_s8_s32(vzip2q_s32(vreinterpretq_s32_s8(u), vreinterpretq_s32_s8(next)));
 }
 
-// Products of the bit pairs PAIR and PAIR + 1 of 8 rows with pairs of columns; q: the activations of these 8 inputs. A sum
+// PanelKernel of the bit pairs PAIR and PAIR + 1 of 8 rows with pairs of columns; q: the activations of these 8 inputs. A sum
 // has row 0 times column 0, row 0 times column 1, row 1 times column 0, row 1 times column 1.
 template <int PAIR, size_t PAIRS>
 inline void add_columns(int32x4_t (&sums)[PAIRS][ROW_PAIRS], uint8x16_t codes0, uint8x16_t codes1, const int8_t * q) {
@@ -48,7 +50,7 @@ inline void add_columns(int32x4_t (&sums)[PAIRS][ROW_PAIRS], uint8x16_t codes0, 
     }
 }
 
-template <int GROUP, int COLS> struct Products {
+template <int GROUP, int COLS> struct PanelKernel {
     // The last column of an odd number has company from what lies behind it in the panel; those sums go nowhere.
     static constexpr int PAIRS = (COLS + 1) / 2;
 
@@ -101,12 +103,13 @@ template <int GROUP, int COLS> struct Products {
     }
 };
 
-void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
-    KERNELS_NEON.quantize(layout, x, group_begin, group_end, column);
+void quantize_activation(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                         uint8_t * column) {
+    neon::KERNELS.quantize_activation(layout, x, group_begin, group_end, column);
 }
 
 void hadamard(float * x, const float * signs, int64_t block) {
-    KERNELS_NEON.hadamard(x, signs, block);
+    neon::KERNELS.hadamard(x, signs, block);
 }
 
 // 24 sums of 2 columns times 2 rows, two registers of codes, four of rows, the activations and the mask fill the 32 registers.
@@ -114,9 +117,11 @@ constexpr int MAX_COLUMNS = 12;
 
 }  // namespace
 
-const Kernels KERNELS_I8MM = {
-    "i8mm",      quantize,     hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
-    expand_tile, PANEL_INPUTS,
+const Kernels KERNELS = {
+    quantize_activation, hadamard,     multiply_any<PanelKernel, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu,
+    expand_tile,         PANEL_INPUTS,
 };
 
-}  // namespace tern
+const Isa ISA = {"i8mm", KERNELS, neon::ATTENTION, MULTIPLY_ADDS};
+
+}  // namespace tern::i8mm

@@ -1,5 +1,7 @@
 // Kernels for NEON with its dot products (this file alone is compiled with those instructions).
-#include "kernel_tables.h"
+#define TERN_ISA neon
+
+#include "isas.h"
 
 #include "../format/float16.h"
 #include "dense_tiles.h"
@@ -10,11 +12,12 @@
 #include <cmath>
 #include <utility>
 
-namespace tern {
+namespace tern::neon {
 
 namespace {
 
-void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end, uint8_t * column) {
+void quantize_activation(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                         uint8_t * column) {
     float * scales = reinterpret_cast<float *>(column + layout.scales);
     int16_t * minus_sums = reinterpret_cast<int16_t *>(column + layout.sums);
     for (int64_t g = group_begin; g < group_end; g++) {
@@ -87,7 +90,7 @@ void two_stages(float * x, int64_t block, int64_t half) {
 
 void hadamard(float * x, const float * signs, int64_t block) {
     if (block < 4) {
-        KERNELS_GENERIC.hadamard(x, signs, block);
+        generic::KERNELS.hadamard(x, signs, block);
         return;
     }
     const float32x4_t norm = vdupq_n_f32(1.0f / std::sqrt(static_cast<float>(block)));
@@ -109,7 +112,7 @@ void hadamard(float * x, const float * signs, int64_t block) {
     }
 }
 
-// Products of the bit pairs PAIR of 8 rows with COLS columns; q: the activations of 16 inputs.
+// PanelKernel of the bit pairs PAIR of 8 rows with COLS columns; q: the activations of 16 inputs.
 template <int COLS, int PAIR, size_t... C>
 inline void add_columns(int32x4_t (&sums)[COLS][2], uint8x16_t codes0, uint8x16_t codes1, const int8_t * q,
                         std::index_sequence<C...>) {
@@ -121,7 +124,7 @@ inline void add_columns(int32x4_t (&sums)[COLS][2], uint8x16_t codes0, uint8x16_
      ...);
 }
 
-template <int GROUP, int COLS> struct Products {
+template <int GROUP, int COLS> struct PanelKernel {
     static void multiply(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
                          float * const * outputs) {
         const PanelView<GROUP, COLS> x(layout, panel);
@@ -172,8 +175,11 @@ constexpr int MAX_COLUMNS = 12;
 
 }  // namespace
 
-const Kernels KERNELS_NEON = {
-    "neon", quantize, hadamard, multiply_any<Products, MAX_COLUMNS>, MAX_COLUMNS, squared_relu_for_silu, expand_tile,
+const Kernels KERNELS = {
+    quantize_activation,   hadamard,    multiply_any<PanelKernel, MAX_COLUMNS>, MAX_COLUMNS,
+    squared_relu_for_silu, expand_tile,
 };
 
-}  // namespace tern
+const Isa ISA = {"neon", KERNELS, ATTENTION, MULTIPLY_ADDS};
+
+}  // namespace tern::neon

@@ -16,7 +16,7 @@
 
 #include <cstring>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -73,11 +73,10 @@ template <class Step, int CODES, int COLUMNS, int SUMS> int64_t run_multiply_add
     return total;
 }
 
-template <class Step, int CODES, int COLUMNS, int SUMS = 1>
-constexpr MultiplyAddLoop multiply_add_loop(const char * isa) {
-    return {isa, int64_t{SUMS} * CODES * COLUMNS * Step::MULTIPLY_ADDS, run_multiply_adds<Step, CODES, COLUMNS, SUMS>};
+template <class Step, int CODES, int COLUMNS, int SUMS = 1> constexpr MultiplyAddLoop multiply_add_loop() {
+    return {int64_t{SUMS} * CODES * COLUMNS * Step::MULTIPLY_ADDS, run_multiply_adds<Step, CODES, COLUMNS, SUMS>};
 }
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

@@ -11,7 +11,7 @@
 
 #include <cstring>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -112,4 +112,4 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

@@ -170,7 +170,7 @@ void ReadyColumns::prepare_panel(int64_t slice, int64_t panel, int64_t group_beg
 void ReadyColumns::prepare_column(const float * x, int64_t group_begin, int64_t group_end, uint8_t * column,
                                   float * rotated) const {
     if (rotation_ == nullptr) {
-        kernels_.quantize(layout_, x, group_begin, group_end, column);
+        kernels_.quantize_activation(layout_, x, group_begin, group_end, column);
         return;
     }
     const float * signs = rotation_->signs.empty() ? nullptr : rotation_->signs.data();
@@ -183,7 +183,7 @@ void ReadyColumns::prepare_column(const float * x, int64_t group_begin, int64_t 
         for (int64_t i = begin; i < end; i += rotation_->block) {
             kernels_.hadamard(rotated + i, signs != nullptr ? signs + i : nullptr, rotation_->block);
         }
-        kernels_.quantize(layout_, rotated, group, std::min(group + unit, group_end), column);
+        kernels_.quantize_activation(layout_, rotated, group, std::min(group + unit, group_end), column);
     }
 }
 

@@ -1,7 +1,6 @@
 // Measuring bounds and products in a team of threads: see roofline.h.
 #include "roofline.h"
 
-#include "multiply_add_loops.h"
 #include "product.h"
 #include "shared_work.h"
 #include "streamed_memory.h"
@@ -13,9 +12,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <iterator>
-#include <stdexcept>
-#include <string>
 #include <thread>
 #include <utility>
 
@@ -73,8 +69,7 @@ class Barrier {
 };
 
 // Memory that a thread takes at a time; it reads four quarters of it side by side. The processor's prefetcher follows each of
-// them, and gets further ahead than with one: 28% faster with one thread and 18% with two on a Zen 3, where asking for what
-// lies ahead (prefetcht0) made it slower.
+// them, and gets further ahead than with one.
 constexpr size_t CHUNK = size_t{256} << 10;
 constexpr size_t STREAMS = 4;
 
@@ -124,25 +119,6 @@ double median_seconds(int n_threads, double seconds, const std::function<void(in
     });
     return median(std::move(taken));
 }
-
-const MultiplyAddLoop * const MULTIPLY_ADD_LOOPS[] = {
-    &MULTIPLY_ADD_GENERIC,
-#if defined(__x86_64__)
-    &MULTIPLY_ADD_AVX2,
-#endif
-#if defined(TERN_AVXVNNI)
-    &MULTIPLY_ADD_AVXVNNI,
-#endif
-#if defined(TERN_AVX512)
-    &MULTIPLY_ADD_AVX512,
-#endif
-#if defined(TERN_NEON)
-    &MULTIPLY_ADD_NEON,
-#endif
-#if defined(TERN_I8MM)
-    &MULTIPLY_ADD_I8MM,
-#endif
-};
 
 // The product of a matrix with columns of its own, in the steps of the plug-in; every thread calls them, ith of nth.
 class OwnProduct {
@@ -206,13 +182,7 @@ double read_bandwidth(int n_threads, size_t n_bytes, double seconds) {
     return static_cast<double>(n_chunks * CHUNK) / pass;
 }
 
-double multiply_add_peak(const Kernels & kernels, int n_threads, double seconds) {
-    const auto found = std::find_if(std::begin(MULTIPLY_ADD_LOOPS), std::end(MULTIPLY_ADD_LOOPS),
-                                    [&](const auto * loop) { return std::strcmp(loop->isa, kernels.isa) == 0; });
-    if (found == std::end(MULTIPLY_ADD_LOOPS)) {
-        throw std::invalid_argument("no loop of multiply-adds has been written for " + std::string(kernels.isa));
-    }
-    const MultiplyAddLoop & loop = **found;
+double multiply_add_peak(const MultiplyAddLoop & loop, int n_threads, double seconds) {
     // Some milliseconds: long against a barrier, short against what else the machine does.
     const int64_t n_passes = 200'000'000 / loop.multiply_adds_a_pass;
     const double slice = median_seconds(n_threads, seconds, [&](int) { loop.run(n_passes); });

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "multiply_add_loops.h"
 #include "tiled_matrix.h"
 
 #include <cstddef>
@@ -19,9 +20,8 @@ namespace tern {
 // so many seconds.
 double read_bandwidth(int n_threads, size_t n_bytes, double seconds);
 
-// Multiply-adds per second of n_threads threads with the instructions of these kernels, the median of the slices of so many
-// seconds. Throws std::invalid_argument if no loop has been written for them.
-double multiply_add_peak(const Kernels & kernels, int n_threads, double seconds);
+// Multiply-adds per second of n_threads threads in this loop, the median of the slices of so many seconds.
+double multiply_add_peak(const MultiplyAddLoop & loop, int n_threads, double seconds);
 
 // What a pass through some matrices took, in seconds: quantizing the columns, and multiplying.
 struct ProductTimes {

@@ -1,10 +1,13 @@
 // The multiply-adds of the AVX2 kernels alone (this file is compiled with those instructions): vpmaddubsw, 32 products added in
 // pairs, and vpaddw, which adds them to 16 sums.
+#define TERN_ISA avx2
+
+#include "isas.h"
 #include "multiply_add_loop_of.h"
 
 #include <immintrin.h>
 
-namespace tern {
+namespace tern::avx2 {
 
 namespace {
 
@@ -25,6 +28,6 @@ struct Step {
 
 }  // namespace
 
-const MultiplyAddLoop MULTIPLY_ADD_AVX2 = multiply_add_loop<Step, 2, 4>("avx2");
+const MultiplyAddLoop MULTIPLY_ADDS = multiply_add_loop<Step, 2, 4>();
 
-}  // namespace tern
+}  // namespace tern::avx2

@@ -1,10 +1,13 @@
 // The multiply-adds of the AVX-512 kernels alone (this file is compiled with those instructions): vpdpbusd, 64 products added to
 // 16 sums.
+#define TERN_ISA avx512
+
+#include "isas.h"
 #include "multiply_add_loop_of.h"
 
 #include <immintrin.h>
 
-namespace tern {
+namespace tern::avx512 {
 
 namespace {
 
@@ -26,6 +29,6 @@ struct Step {
 }  // namespace
 
 // It takes 4 or 5 cycles, and two can begin in each.
-const MultiplyAddLoop MULTIPLY_ADD_AVX512 = multiply_add_loop<Step, 3, 4>("avx512");
+const MultiplyAddLoop MULTIPLY_ADDS = multiply_add_loop<Step, 3, 4>();
 
-}  // namespace tern
+}  // namespace tern::avx512

@@ -1,10 +1,13 @@
 // The multiply-adds of the AVX-VNNI kernels alone (this file is compiled with those instructions): vpdpbusd, 32 products added
 // to 8 sums.
+#define TERN_ISA avxvnni
+
+#include "isas.h"
 #include "multiply_add_loop_of.h"
 
 #include <immintrin.h>
 
-namespace tern {
+namespace tern::avxvnni {
 
 namespace {
 
@@ -26,6 +29,6 @@ struct Step {
 }  // namespace
 
 // It takes 4 or 5 cycles, and two can begin in each: 10 sums, and room for 12 in the 16 registers.
-const MultiplyAddLoop MULTIPLY_ADD_AVXVNNI = multiply_add_loop<Step, 1, 2, 6>("avxvnni");
+const MultiplyAddLoop MULTIPLY_ADDS = multiply_add_loop<Step, 1, 2, 6>();
 
-}  // namespace tern
+}  // namespace tern::avxvnni

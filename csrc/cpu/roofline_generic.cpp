@@ -1,7 +1,9 @@
 // The multiply-adds of the generic kernels alone: 8-bit codes and activations, widened, multiplied and summed in 32 bits.
-#include "multiply_add_loops.h"
+#define TERN_ISA generic
 
-namespace tern {
+#include "isas.h"
+
+namespace tern::generic {
 
 namespace {
 
@@ -27,6 +29,6 @@ int64_t run(int64_t n_passes) {
 
 }  // namespace
 
-const MultiplyAddLoop MULTIPLY_ADD_GENERIC = {"generic", N, run};
+const MultiplyAddLoop MULTIPLY_ADDS = {N, run};
 
-}  // namespace tern
+}  // namespace tern::generic

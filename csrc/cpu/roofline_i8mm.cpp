@@ -1,10 +1,13 @@
 // The multiply-adds of the kernels for NEON with matrix products alone (this file is compiled with those instructions): smmla,
 // 32 products added to 4 sums.
+#define TERN_ISA i8mm
+
+#include "isas.h"
 #include "multiply_add_loop_of.h"
 
 #include <arm_neon.h>
 
-namespace tern {
+namespace tern::i8mm {
 
 namespace {
 
@@ -26,6 +29,6 @@ struct Step {
 }  // namespace
 
 // It takes up to 4 cycles, and up to four can begin in each: 16 sums, and their operands, of the 32 registers.
-const MultiplyAddLoop MULTIPLY_ADD_I8MM = multiply_add_loop<Step, 4, 4>("i8mm");
+const MultiplyAddLoop MULTIPLY_ADDS = multiply_add_loop<Step, 4, 4>();
 
-}  // namespace tern
+}  // namespace tern::i8mm

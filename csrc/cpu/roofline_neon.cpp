@@ -1,9 +1,12 @@
 // The multiply-adds of the NEON kernels alone (this file is compiled with those instructions): sdot, 16 products added to 4 sums.
+#define TERN_ISA neon
+
+#include "isas.h"
 #include "multiply_add_loop_of.h"
 
 #include <arm_neon.h>
 
-namespace tern {
+namespace tern::neon {
 
 namespace {
 
@@ -25,6 +28,6 @@ struct Step {
 }  // namespace
 
 // It takes up to 4 cycles, and up to four can begin in each: 16 sums, and their operands, of the 32 registers.
-const MultiplyAddLoop MULTIPLY_ADD_NEON = multiply_add_loop<Step, 4, 4>("neon");
+const MultiplyAddLoop MULTIPLY_ADDS = multiply_add_loop<Step, 4, 4>();
 
-}  // namespace tern
+}  // namespace tern::neon

@@ -1,6 +1,5 @@
 // Work that several threads share. Each begins with a range of its own and takes pieces of it in order, so that it reads the
 // weights in one long stream; then it helps the others with what is left of theirs, so that uneven cores finish together.
-// Against one counter for all, whose threads leap over each other, decode gained a tenth.
 #pragma once
 
 #include <algorithm>

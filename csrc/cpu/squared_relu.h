@@ -18,7 +18,7 @@
 
 #include <cstdint>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -39,4 +39,4 @@ void squared_relu_for_silu(float * values, int64_t n) {
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

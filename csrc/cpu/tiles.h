@@ -80,7 +80,7 @@ enum class TileLayout { FAST, DENSE };
 
 // Whether a matrix of this type lies in dense tiles.
 inline bool is_dense(const TernaryType & type, TileLayout layout) {
-    return layout == TileLayout::DENSE && (type.id == TYPE_PTQ1_0 || type.id == TYPE_TQ1_0);
+    return layout == TileLayout::DENSE && type.base_3;
 }
 
 // A matrix in tiles.

@@ -5,10 +5,10 @@
 // nothing can overflow. The lanes begin at minus the sum of a group.
 #pragma once
 
-#include "kernel_tables.h"
+#include "isas.h"
 #include "x86.h"
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -19,17 +19,17 @@ inline void add_products(__m256i & sum, __m256i u, const uint8_t * q) {
 }
 
 // Those of AVX2.
-inline void quantize(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
-                     uint8_t * column) {
-    KERNELS_AVX2.quantize(layout, x, group_begin, group_end, column);
+inline void quantize_activation(const ColumnLayout & layout, const float * x, int64_t group_begin, int64_t group_end,
+                                uint8_t * column) {
+    avx2::KERNELS.quantize_activation(layout, x, group_begin, group_end, column);
 }
 
 inline void hadamard(float * x, const float * signs, int64_t block) {
-    KERNELS_AVX2.hadamard(x, signs, block);
+    avx2::KERNELS.hadamard(x, signs, block);
 }
 
 inline void expand(const uint8_t * dense, int64_t n_in, uint8_t * tile) {
-    KERNELS_AVX2.expand(dense, n_in, tile);
+    avx2::KERNELS.expand(dense, n_in, tile);
 }
 
 // One column. Codes are taken two bit pairs from one shift: the upper pair stays 4 times its value, and its sums are divided
@@ -73,4 +73,4 @@ void multiply_column(const uint8_t * tiles, int64_t n_rows, const ColumnLayout &
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-namespace tern {
+namespace tern::TERN_ISA {
 
 namespace {  // on purpose: one copy for each instruction set
 
@@ -18,8 +18,7 @@ inline int32_t four_bytes(const void * p) {
 }
 
 // Keeps a sum in its register and its additions in order. Without this GCC adds the products of several steps to each other
-// first, or moves the loads of later activations up, until they no longer fit the registers; on AVX2 that took a third more
-// time.
+// first, or moves the loads of later activations up, until they no longer fit the registers.
 template <class Register> inline void stay_in_order(Register & sum) {
     asm volatile("" : "+v"(sum));
 }
@@ -43,8 +42,8 @@ inline void store_rows(float * output, __m256 y, int64_t n_rows) {
 }
 
 // Decode waits for memory more than it computes, so lines of the tiles that follow are asked for so far ahead, and once more
-// when they are nearly needed: what was asked for while memory had all it could take may have been dropped. The second time
-// makes the products of decode 1.08 times as fast (Zen 3) if it is spread evenly over the loads, half of that in bursts.
+// when they are nearly needed: what was asked for while memory had all it could take may have been dropped. Best spread
+// evenly over the loads.
 constexpr int PREFETCH_BYTES = 8192;
 constexpr int PREFETCH_AGAIN_BYTES = 2048;
 
@@ -63,7 +62,7 @@ __attribute__((always_inline)) inline void prefetch(const uint8_t * p, int64_t n
 //   start(x, begin, c)   minus the sum of the activations
 //   add(sum, u, q)       sum += codes u times the 4 activations q
 //   finish(sum)          the int32
-template <class Step, int GROUP, int COLS> struct PanelProducts {
+template <class Step, int GROUP, int COLS> struct PanelKernelOf {
     static void multiply(const uint8_t * tiles, int64_t n_rows, const ColumnLayout & layout, const uint8_t * panel,
                          float * const * outputs) {
         const PanelView<GROUP, COLS> x(layout, panel);
@@ -114,4 +113,4 @@ template <class Step, int GROUP, int COLS> struct PanelProducts {
 
 }  // namespace
 
-}  // namespace tern
+}  // namespace tern::TERN_ISA

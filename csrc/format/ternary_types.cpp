@@ -112,16 +112,12 @@ void pack_tq1_0(const uint8_t * codes, uint16_t d, uint8_t * data) {
 }
 
 const TernaryType TYPES[] = {
-    {TYPE_PQ2_0, "PQ2_0", 128, 34, unpack_sequential<128>, pack_sequential<128>},
-    {TYPE_PTQ1_0, "PTQ1_0", 128, 28, unpack_ptq1_0, pack_ptq1_0},
-    {TYPE_Q2_0, "Q2_0", 64, 18, unpack_sequential<64>, pack_sequential<64>},
-    {TYPE_TQ2_0, "TQ2_0", 256, 66, unpack_tq2_0, pack_tq2_0},
-    {TYPE_TQ1_0, "TQ1_0", 256, 54, unpack_tq1_0, pack_tq1_0},
+    {TYPE_PQ2_0, "PQ2_0", 128, 34, /*base_3=*/false, unpack_sequential<128>, pack_sequential<128>},
+    {TYPE_PTQ1_0, "PTQ1_0", 128, 28, /*base_3=*/true, unpack_ptq1_0, pack_ptq1_0},
+    {TYPE_Q2_0, "Q2_0", 64, 18, /*base_3=*/false, unpack_sequential<64>, pack_sequential<64>},
+    {TYPE_TQ2_0, "TQ2_0", 256, 66, /*base_3=*/false, unpack_tq2_0, pack_tq2_0},
+    {TYPE_TQ1_0, "TQ1_0", 256, 54, /*base_3=*/true, unpack_tq1_0, pack_tq1_0},
 };
-
-bool is_base3(const TernaryType & type) {
-    return type.id == TYPE_PTQ1_0 || type.id == TYPE_TQ1_0;
-}
 
 bool has_reserved_code(const uint8_t * codes, int n) {
     uint8_t found = 0;
@@ -206,7 +202,7 @@ Transcode transcode_row(const TernaryType & from, const TernaryType & to, const 
     for (int64_t i = 0; i < n_in; i += span) {
         unpack_row(from, data, span, codes, scales);
         data += from.row_bytes(span);
-        if (is_base3(to) && has_reserved_code(codes, span)) {
+        if (to.base_3 && has_reserved_code(codes, span)) {
             return Transcode::RESERVED_CODE;
         }
         if (to.block > from.block && !merge_groups(codes, scales, to.block / from.block, from.block, scales)) {

@@ -38,6 +38,7 @@ struct TernaryType {
     const char * name;
     int block;        // weights that share a scale
     int block_bytes;  // bytes of one block
+    bool base_3;      // or else 2 bits a code
     // codes: `block` bytes in 0..3; d: the fp16 scale's bits
     void (*unpack_block)(const uint8_t * data, uint8_t * codes, uint16_t * d);
     void (*pack_block)(const uint8_t * codes, uint16_t d, uint8_t * data);

@@ -15,8 +15,7 @@
 //   4 multiply-adds  n_passes, -, -, -      -                                      int64 of a pass, int64 sum of the loop
 #include "cpu/attention.h"
 #include "cpu/dense_tiles.h"
-#include "cpu/kernel_tables.h"
-#include "cpu/multiply_add_loops.h"
+#include "cpu/isas.h"
 #include "cpu/product.h"
 
 #include <algorithm>
@@ -28,23 +27,19 @@
 
 namespace {
 
+using tern::Isa;
 using tern::Kernels;
 
-struct Isa {
-    const Kernels & kernels;
-    const tern::MultiplyAddLoop & multiply_adds;
-};
-
-const Isa ISAS[] = {
-    {tern::KERNELS_GENERIC, tern::MULTIPLY_ADD_GENERIC},
+const Isa * const ISAS[] = {
+    &tern::generic::ISA,
 #if defined(DRIVER_AVX2)
-    {tern::KERNELS_AVX2, tern::MULTIPLY_ADD_AVX2},
+    &tern::avx2::ISA,
 #endif
 #if defined(DRIVER_VNNI)
-    {tern::KERNELS_AVXVNNI, tern::MULTIPLY_ADD_AVXVNNI}, {tern::KERNELS_AVX512, tern::MULTIPLY_ADD_AVX512},
+    &tern::avxvnni::ISA, &tern::avx512::ISA,
 #endif
 #if defined(DRIVER_NEON)
-    {tern::KERNELS_NEON, tern::MULTIPLY_ADD_NEON},       {tern::KERNELS_I8MM, tern::MULTIPLY_ADD_I8MM},
+    &tern::neon::ISA,    &tern::i8mm::ISA,
 #endif
 };
 
@@ -101,7 +96,7 @@ void product(const Kernels & kernels, const int64_t * numbers, std::FILE * in, s
     std::vector<float *> outputs;
     for (int64_t c = 0; c < n_cols; c++) {
         uint8_t * column = quantized.data() + c * layout.bytes;
-        kernels.quantize(layout, x.data() + c * n_in, 0, layout.n_groups, column);
+        kernels.quantize_activation(layout, x.data() + c * n_in, 0, layout.n_groups, column);
         columns.push_back(column);
         outputs.push_back(y.data() + c * n_out);
     }
@@ -133,7 +128,7 @@ void squared_relu(const Kernels & kernels, const int64_t * numbers, std::FILE * 
     write(out, values);
 }
 
-void attention(const Kernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
+void attention(const tern::AttentionKernels & kernels, const int64_t * numbers, std::FILE * in, std::FILE * out) {
     tern::Attention a{};
     a.n_tokens = numbers[0];
     a.n_heads = numbers[1];
@@ -167,7 +162,7 @@ void attention(const Kernels & kernels, const int64_t * numbers, std::FILE * in,
     std::vector<float> partials(work.n_partials());
     tern::ThreadScratch scratch;
     scratch.reserve(1, work.scratch_bytes());
-    work.run(tern::attention_kernels(kernels.isa), 1, partials.data(), scratch.of(0));
+    work.run(kernels, 1, partials.data(), scratch.of(0));
     if (work.is_split()) {
         work.combine(0, 1, partials.data());
     }
@@ -180,14 +175,19 @@ void multiply_adds(const tern::MultiplyAddLoop & loop, const int64_t * numbers, 
 
 }  // namespace
 
+#if defined(DRIVER_NO_NEON_ATTENTION)
+// Where SIMDe stands in for the instructions of NEON: it lacks what attention wants of fp16.
+const tern::AttentionKernels tern::neon::ATTENTION = tern::generic::ATTENTION;
+#endif
+
 int main(int argc, char ** argv) {
     if (argc != 4) {
         fail("usage: driver ISA INPUT OUTPUT");
     }
     const Isa * isa = nullptr;
-    for (const Isa & candidate : ISAS) {
-        if (std::strcmp(candidate.kernels.isa, argv[1]) == 0) {
-            isa = &candidate;
+    for (const Isa * candidate : ISAS) {
+        if (std::strcmp(candidate->name, argv[1]) == 0) {
+            isa = candidate;
         }
     }
     std::FILE * in = std::fopen(argv[2], "rb");
@@ -202,7 +202,7 @@ int main(int argc, char ** argv) {
         case 0: product(isa->kernels, numbers.data() + 1, in, out); break;
         case 1: hadamard(isa->kernels, numbers.data() + 1, in, out); break;
         case 2: squared_relu(isa->kernels, numbers.data() + 1, in, out); break;
-        case 3: attention(isa->kernels, numbers.data() + 1, in, out); break;
+        case 3: attention(isa->attention, numbers.data() + 1, in, out); break;
         case 4: multiply_adds(isa->multiply_adds, numbers.data() + 1, out); break;
         default: fail("no such operation");
         }

@@ -81,7 +81,14 @@ def build(
     flags: list[str],
     libraries: Sequence[str] = (),
 ) -> Path:
-    """Compiles every source with its own flags and all with `flags`, side by side; links to `program`.
+    """Compiles every source with its own flags and all with `flags`, side by side; links to `program`."""
+    compiled = objects(cxx, sources, flags)
+    cxx.run(*flags, "-Wl,--gc-sections", *map(str, compiled), "-o", str(program), *libraries)
+    return program
+
+
+def objects(cxx: Compiler, sources: Mapping[Path, list[str]], flags: list[str]) -> list[Path]:
+    """Compiles every source with its own flags and all with `flags`, side by side.
 
     What was compiled before, by whatever test run, of the same files with the same flags is taken from the
     cache folder."""
@@ -104,10 +111,9 @@ def build(
     cache_dir().mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [pool.submit(compile_one, *item) for item in sources.items()]
-        objects = [str(job.result()) for job in jobs]
-    cxx.run(*flags, "-Wl,--gc-sections", *objects, "-o", str(program), *libraries)
+        compiled = [job.result() for job in jobs]
     remove_old(cache_dir())
-    return program
+    return compiled
 
 
 def cache_dir() -> Path:
@@ -136,10 +142,12 @@ def remove_old(folder: Path) -> None:
 def common_sources(defines: list[str]) -> dict[Path, list[str]]:
     return {
         HERE / "driver.cpp": defines,
-        KERNELS / "product.cpp": [],
         **{
             KERNELS / f"{name}.cpp": []
-            for name in ("attention_generic", "dense_tiles", "kernels_generic", "roofline_generic", "tiles")
+            for name in (
+                *("attention", "attention_generic", "dense_tiles", "kernels_generic"),
+                *("product", "roofline_generic", "tiles"),
+            )
         },
         **{
             ROOT / "csrc" / "format" / f"{name}.cpp": []

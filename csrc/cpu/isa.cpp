@@ -1,7 +1,7 @@
-// Choice of the kernel table.
-#include "kernels.h"
+// Which instruction sets this processor has, and the choice among them.
+#include "isa.h"
 
-#include "kernel_tables.h"
+#include "isas.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -27,70 +27,74 @@ bool has_avxvnni() {
 }
 #endif
 
-std::vector<const Kernels *> find_kernels() {
-    std::vector<const Kernels *> found;
+std::vector<const Isa *> find_isas() {
+    std::vector<const Isa *> found;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
 #if defined(TERN_AVX512)
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
-            found.push_back(&KERNELS_AVX512);
+            found.push_back(&avx512::ISA);
         }
 #endif
 #if defined(TERN_AVXVNNI)
         if (has_avxvnni()) {
-            found.push_back(&KERNELS_AVXVNNI);
+            found.push_back(&avxvnni::ISA);
         }
 #endif
-        found.push_back(&KERNELS_AVX2);
+        found.push_back(&avx2::ISA);
     }
 #endif
 #if defined(TERN_NEON)
     if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0) {
 #if defined(TERN_I8MM)
         if ((getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0) {
-            found.push_back(&KERNELS_I8MM);
+            found.push_back(&i8mm::ISA);
         }
 #endif
-        found.push_back(&KERNELS_NEON);
+        found.push_back(&neon::ISA);
     }
 #endif
-    found.push_back(&KERNELS_GENERIC);
+    found.push_back(&generic::ISA);
     return found;
 }
 
-const std::vector<const Kernels *> & found_kernels() {
-    static const std::vector<const Kernels *> found = find_kernels();
+const std::vector<const Isa *> & found_isas() {
+    static const std::vector<const Isa *> found = find_isas();
     return found;
 }
 
-const Kernels * choose_kernels() {
-    const auto & found = found_kernels();
+const Isa * choose_isa() {
+    const auto & found = found_isas();
     const char * wanted = std::getenv("TERN_ISA");
     if (wanted == nullptr || *wanted == '\0') {
         return found.front();
     }
-    for (const Kernels * k : found) {
-        if (std::strcmp(k->isa, wanted) == 0) {
-            return k;
+    for (const Isa * candidate : found) {
+        if (std::strcmp(candidate->name, wanted) == 0) {
+            return candidate;
         }
     }
     std::fprintf(stderr, "ggml-tern: TERN_ISA=%s is unknown or this processor lacks it; using %s\n", wanted,
-                 found.front()->isa);
+                 found.front()->name);
     return found.front();
 }
 
 }  // namespace
 
-const Kernels & kernels() {
-    static const Kernels * const chosen = choose_kernels();
+const Isa & isa() {
+    static const Isa * const chosen = choose_isa();
     return *chosen;
 }
 
-const Kernels * const * available_kernels(int * count) {
-    *count = static_cast<int>(found_kernels().size());
-    return found_kernels().data();
+const Kernels & kernels() {
+    return isa().kernels;
+}
+
+const Isa * const * available_isas(int * count) {
+    *count = static_cast<int>(found_isas().size());
+    return found_isas().data();
 }
 
 }  // namespace tern
