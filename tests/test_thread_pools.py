@@ -34,7 +34,8 @@ def test_each_thread_has_a_processor_of_its_own() -> None:
     """--cpu-strict: thread by thread. llama-bench binds its main thread itself, whose children would stay on
     the same processor."""
     command = [
-        *(stock.llama_cpp_dir() / "llama-bench", "-m", TINY, "-dev", stock.DEVICE, "-p", "0", "-n", "512"),
+        *(str(stock.llama_cpp_dir() / "llama-bench"), "-m", str(TINY), "-dev", stock.DEVICE),
+        *("-p", "0", "-n", "512"),
         *("-r", "1000", "-t", str(len(PROCESSORS)), "--cpu-mask", mask(PROCESSORS), "--cpu-strict", "1"),
     ]
     wanted = {str(processor) for processor in PROCESSORS}
@@ -53,8 +54,8 @@ def test_each_thread_has_a_processor_of_its_own() -> None:
 
 
 def test_threads_that_were_there_before_the_mask() -> None:
-    """llama-server computes once before it makes its pools, in threads that the main thread has not bound with
-    itself."""
+    """llama-server computes once before it makes its pools, in threads that the main thread has not bound
+    with itself."""
     processor = PROCESSORS[-1]
     with serving(
         TINY, "-c", "512", "-t", "2", "--cpu-mask", mask([processor]), command=LLAMA_SERVER
