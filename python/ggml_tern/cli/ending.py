@@ -9,7 +9,6 @@ from types import FrameType
 
 import click
 
-from ggml_tern.atomic_file import stale_parts
 from ggml_tern.tensors.names import printable
 
 
@@ -28,5 +27,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def tell_stale_parts(program: str, output: Path) -> None:
     """Say on stderr which part files lie where `output` is to be written, and nobody writes any more."""
+    # Here and not above, as `tern --help` would pay for it.
+    from ggml_tern.atomic_file import stale_parts
+
     for line in stale_parts(output.parent):
         click.echo(f"{program}: note: {printable(line)}", err=True)

@@ -96,14 +96,7 @@ def command(
     if png is not None:
         check_plot(png)
     model = read_model(file)
-    dense = layout == "dense"
-    if layout == "auto" and memory is not None:
-        dense = arithmetic.needs_dense(model, memory, context, kv_type, parallel)
-    if context is None and memory is not None:
-        # Where nothing fits, the table shows what is too much about the least that could be.
-        context = arithmetic.largest_context(model, memory, kv_type, parallel, n_gpu_layers, dense)
-        context = context or arithmetic.CACHE_STEP
-    planned = arithmetic.plan(model, context or model.context, kv_type, parallel, n_gpu_layers, dense)
+    planned = arithmetic.choose(model, context, kv_type, memory, parallel, n_gpu_layers, layout)
     if json_output:
         found = tables.as_json(model, planned, memory, parallel, n_gpu_layers)
         click.echo(json.dumps(found, indent=2))

@@ -26,6 +26,7 @@ from ggml_tern.convert.quantize.ternarize import Stats, encode, is_ternary
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.convert.rotate.rotated_ternary import find_rotation, folded, is_plain_ternary, snaps
 from ggml_tern.convert.rotate.rotation import RotationChoice, plan_rotation
+from ggml_tern.convert.verdict import Judgement, judge
 from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
 from ggml_tern.tensors.types import F16, FILE_TYPES, type_by_id
@@ -48,6 +49,11 @@ class Report:
     notes: list[str] = field(default_factory=list)
     size: int = 0
     chats: bool = False
+
+    @property
+    def judgement(self) -> Judgement:
+        """What became of the model."""
+        return judge(zip(self.targets, self.stats, strict=True))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ggml_tern.convert.model.architectures import Role
 from ggml_tern.convert.pipeline import Report
 from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Stats
-from ggml_tern.convert.verdict import Judgement, Outcome, judge
+from ggml_tern.convert.verdict import Judgement, Outcome
 from ggml_tern.tensors.names import kind_name, printable
 from ggml_tern.tensors.types import F32, TensorType
 
@@ -53,7 +53,7 @@ def print_summary(report: Report, console: Console) -> None:
         table.add_row(Text(printable(name)), type_name, *_cells(members))
     console.print(table)
     console.print()
-    judgement = judge(everything)
+    judgement = report.judgement
     lines = [f"warning: {warning}" for warning in [*smells(report), *_warnings(judgement)]]
     notes = [*ternary_notes(report), *fallback_notes(report.targets), *report.notes]
     lines += [f"note: {note}" for note in notes]

@@ -34,6 +34,8 @@ KV_TYPES = {
 
 #: The environment variable of the plug-in that chooses between the layouts of ternary weights.
 LAYOUT_VARIABLE = "TERN_LAYOUT"
+#: Its values.
+LAYOUTS = ("auto", "fast", "dense")
 
 # What the process takes by itself, for every node that llama.cpp makes room for in its graphs, and for every
 # token and merge of the vocabulary; fitted to graphs of 1024 to 20480 nodes and vocabularies of 2 to 262
@@ -243,6 +245,30 @@ def needs_dense(
 ) -> bool:
     """Whether `context` tokens, None for any, fit into `memory` bytes at best in the dense layout."""
     return model.can_be_dense and plan(model, context or CACHE_STEP, kv_type, parallel).total > memory
+
+
+def choose(
+    model: Model,
+    context: int | None,
+    kv_type: str,
+    memory: int | None,
+    parallel: int | None = None,
+    n_gpu_layers: int | None = None,
+    layout: str = "auto",
+) -> Plan:
+    """The plan for what was asked. `memory`: bytes that there are, None for any; `layout`: one of LAYOUTS.
+
+    Without a context it is the largest that fits into `memory`, or else the one that the model was trained
+    for; where nothing fits, the plan shows what is too much about the least that could be. "auto" is the
+    dense layout where the fast one does not fit. The other arguments, and what is raised, are those of
+    `plan`.
+    """
+    dense = layout == "dense"
+    if layout == "auto" and memory is not None:
+        dense = needs_dense(model, memory, context, kv_type, parallel)
+    if context is None and memory is not None:
+        context = largest_context(model, memory, kv_type, parallel, n_gpu_layers, dense) or CACHE_STEP
+    return plan(model, context or model.context, kv_type, parallel, n_gpu_layers, dense)
 
 
 def trade_offs(
