@@ -38,6 +38,8 @@ from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Piece, Stats
 from ggml_tern.convert.write.writer import OutputFile
 from ggml_tern.errors import TernError
+from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.gguf.repacking import unrotate
 from ggml_tern.tensors.types import type_by_id
 
 F32 = npt.NDArray[np.float32]
@@ -147,18 +149,23 @@ def qwen3_config(path: Path) -> Any:
     if keys["general.architecture"] != "qwen3":
         raise TernError(f"{path}: architecture {keys['general.architecture']}: name its HF directory")
     names = {t["name"] for t in header["tensors"]}
-    return Qwen3Config(
-        vocab_size=len(keys["tokenizer.ggml.tokens"]),
-        hidden_size=keys["qwen3.embedding_length"],
-        intermediate_size=keys["qwen3.feed_forward_length"],
-        num_hidden_layers=keys["qwen3.block_count"],
-        num_attention_heads=keys["qwen3.attention.head_count"],
-        num_key_value_heads=keys["qwen3.attention.head_count_kv"],
-        head_dim=keys["qwen3.attention.key_length"],
-        rms_norm_eps=keys["qwen3.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": keys["qwen3.rope.freq_base"]},
-        tie_word_embeddings="output.weight" not in names,
-    )
+    try:
+        width, n_heads = keys["qwen3.embedding_length"], keys["qwen3.attention.head_count"]
+        return Qwen3Config(
+            vocab_size=len(keys["tokenizer.ggml.tokens"]),
+            hidden_size=width,
+            intermediate_size=keys["qwen3.feed_forward_length"],
+            num_hidden_layers=keys["qwen3.block_count"],
+            num_attention_heads=n_heads,
+            num_key_value_heads=keys.get("qwen3.attention.head_count_kv", n_heads),
+            # llama.cpp's defaults, where a file does not say.
+            head_dim=keys.get("qwen3.attention.key_length", width // n_heads),
+            rms_norm_eps=keys["qwen3.attention.layer_norm_rms_epsilon"],
+            rope_parameters={"rope_type": "default", "rope_theta": keys.get("qwen3.rope.freq_base", 10000.0)},
+            tie_word_embeddings="output.weight" not in names,
+        )
+    except KeyError as error:
+        raise TernError(f"{path}: key {error} is missing: name its HF directory") from error
 
 
 def plain_logits(path: Path, config: Any, tokens: I32) -> F32:
@@ -292,8 +299,22 @@ def run(model: Path, hf_dir: Path | None, positions: int, threads: int, with_sto
 
         config = AutoConfig.from_pretrained(hf_dir)
     tokens = host_tokens(model, real_text())[:positions]
-    plain = plain_logits(model, config, tokens)
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        # What a rotated model means is what it is without its rotation, of which transformers knows nothing.
+        copy, source = Path(folder) / "plain.gguf", GGUFSource(model)
+        if source.is_rotated:
+            unrotate(source, copy, _core.TYPE_F32)
+            plain, types = plain_logits(copy, config, tokens), "F32"
+        else:
+            plain = plain_logits(model, config, tokens)
+            types = write_stock_copy(model, copy) if with_stock else ""
+        Console(width=110).print(_compared(model, copy, types, tokens, plain, threads, with_stock))
 
+
+def _compared(
+    model: Path, copy: Path, types: str, tokens: I32, plain: F32, threads: int, with_stock: bool
+) -> Table:
+    """A row for each way to serve the model, and its copy in stock types if asked."""
     table = Table(title=f"{model.name}: {len(tokens)} positions, plain entropy {entropy(plain):.2f} nats")
     table.add_column("host")
     for heading in ("-ngl", "KV", "flash", "mean KL", "max KL", "top-1 %"):
@@ -317,12 +338,9 @@ def run(model: Path, hf_dir: Path | None, positions: int, threads: int, with_sto
             serving = Serving(True, n_gpu_layers, kv_type, flash, n_threads=threads)
             add_row("plug-in", model, serving)
     if with_stock:
-        with tempfile.TemporaryDirectory(dir=model.parent) as folder:
-            copy = Path(folder) / "stock.gguf"
-            types = write_stock_copy(model, copy)
-            for kv_type, flash in ways:
-                add_row(f"stock, {types}", copy, Serving(False, 0, kv_type, flash, n_threads=threads))
-    Console(width=110).print(table)
+        for kv_type, flash in ways:
+            add_row(f"stock, {types}", copy, Serving(False, 0, kv_type, flash, n_threads=threads))
+    return table
 
 
 if __name__ == "__main__":

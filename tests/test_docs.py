@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import click
 import pytest
 from markdown.extensions.toc import slugify
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 import build_llama_cpp
+from doc_pages import DOCS, PAGES, commands, inline_code, shell_lines, tokens_of
 from ggml_tern.cli import tern as cli
 from ggml_tern.cli import ternconv
 from ggml_tern.host import stock as host
@@ -26,8 +25,6 @@ from ggml_tern.host.run import bundled_programs
 from ggml_tern.serve import config as server_config
 from reference import ROOT
 
-DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "models").rglob("README.md")])
 PAGE_PARAMETERS = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES]
 
 #: The source of the pinned llama.cpp.
@@ -36,60 +33,6 @@ LLAMA_CPP = build_llama_cpp.Layout.from_environment().source
 FOLDERS = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in ".b")
 #: In a path, what a reader is to fill in.
 PLACEHOLDER = re.compile(r"DATE|NEW|\.\.\.|…|<")
-
-
-# ---- what is on a page ----
-
-
-@functools.cache
-def tokens_of(page: Path) -> list[Token]:
-    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
-    return [found for token in tokens for found in (token, *(token.children or []))]
-
-
-def inline_code(page: Path) -> Iterator[str]:
-    yield from (token.content for token in tokens_of(page) if token.type == "code_inline")
-
-
-def shell_lines(page: Path) -> Iterator[str]:
-    """What a page lets one type: lines of shell blocks, and what follows a $ in blocks that show output."""
-    for token in tokens_of(page):
-        if token.type not in ("fence", "code_block"):
-            continue
-        lines = token.content.replace("\\\n", " ").splitlines()
-        if token.info in ("sh", "bash"):
-            yield from lines
-        elif not token.info:
-            begin = ("$ ", "tern ", "ternconv ") if token.type == "code_block" else "$ "
-            yield from (line.removeprefix("$ ") for line in lines if line.startswith(begin))
-
-
-def words_of(line: str) -> list[str]:
-    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
-    lexer.whitespace_split = True
-    return list(lexer)
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """All calls of tern, ternconv and Python scripts that a page shows, as words."""
-    inline = (code for code in inline_code(page) if re.match(r"(tern|ternconv|python3?) ", code))
-    for line in (*shell_lines(page), *inline):
-        # What stands in $(...) is a command too.
-        for part in re.split(r"\$\(|\)\"?", line):
-            try:
-                words = words_of(part)
-            except ValueError:  # a quotation mark that was opened before the split
-                words = words_of(part.replace('"', ""))
-            call: list[str] = []
-            for word in (*words, ";"):
-                if not re.fullmatch(r"[();<>|&]+", word):
-                    call.append(word)
-                    continue
-                while call and re.fullmatch(r"[A-Z_]+=.*", call[0]):
-                    call.pop(0)
-                if call and re.fullmatch(r"tern|ternconv|(\.venv/bin/)?python3?", call[0]):
-                    yield call
-                call = []
 
 
 # ---- the site ----
@@ -162,25 +105,17 @@ def unknown_options(program: str, words: list[str]) -> str:
     return ", ".join(f"{program} has no {word}" for word in given if word not in options_of(program))
 
 
-def fault(words: list[str]) -> str:
-    """What is wrong with a command line; empty where nothing is."""
-    name, *rest = words
-    if name.endswith(("python", "python3")):
-        if not rest or not rest[0].startswith(("benchmarks/", "examples/", "tools/", "training/")):
-            return ""
-        script = (ROOT / rest[0]).read_text(encoding="utf-8")
-        given = [word.partition("=")[0] for word in rest[1:] if word.startswith("--")]
-        return ", ".join(f"{rest[0]} has no {w}" for w in given if f'"{w}"' not in script and w != "--help")
-    command: click.Command = cli.cli if name == "tern" else ternconv.main
-    if not rest:
-        return ""
-    if isinstance(command, click.Group):
-        if rest[0].startswith("-"):
-            return "" if rest[0] in ("--help", "--version", "-h") else f"tern has no {rest[0]}"
-        subcommand = command.get_command(click.Context(command), rest[0])
-        if subcommand is None:
-            return f"tern has no command {rest[0]}"
-        command, rest = subcommand, rest[1:]
+def command_of(script: Path) -> click.Command | None:
+    """None where a script parses its arguments by other means, or wants a package that is not there."""
+    if script.stem == "tern_lm" or "@click.command" not in script.read_text(encoding="utf-8"):
+        return None
+    command = importlib.import_module(script.stem).main
+    assert isinstance(command, click.Command)
+    return command
+
+
+def usage_fault(command: click.Command, name: str, rest: list[str]) -> str:
+    """What is wrong with the arguments of a command; empty where nothing is."""
     context = click.Context(command, info_name=name, **command.context_settings)
     try:
         values, _, _ = command.make_parser(context).parse_args(list(rest))
@@ -200,6 +135,31 @@ def fault(words: list[str]) -> str:
     return ""
 
 
+def fault(words: list[str]) -> str:
+    """What is wrong with a command line; empty where nothing is."""
+    name, *rest = words
+    if name.endswith(("python", "python3")):
+        if not rest or not rest[0].startswith(("benchmarks/", "examples/", "tools/", "training/")):
+            return ""
+        script = command_of(ROOT / rest[0])
+        if script is not None:
+            return usage_fault(script, rest[0], rest[1:])
+        text = (ROOT / rest[0]).read_text(encoding="utf-8")
+        given = [word.partition("=")[0] for word in rest[1:] if word.startswith("--")]
+        return ", ".join(f"{rest[0]} has no {w}" for w in given if f'"{w}"' not in text and w != "--help")
+    command: click.Command = cli.cli if name == "tern" else ternconv.main
+    if not rest:
+        return ""
+    if isinstance(command, click.Group):
+        if rest[0].startswith("-"):
+            return "" if rest[0] in ("--help", "--version", "-h") else f"tern has no {rest[0]}"
+        subcommand = command.get_command(click.Context(command), rest[0])
+        if subcommand is None:
+            return f"tern has no command {rest[0]}"
+        command, rest = subcommand, rest[1:]
+    return usage_fault(command, name, rest)
+
+
 @pytest.mark.parametrize("page", PAGE_PARAMETERS)
 def test_commands_have_the_options_that_are_shown(page: Path) -> None:
     wrong = {shlex.join(words): fault(words) for words in commands(page)}
@@ -213,7 +173,9 @@ def test_a_wrong_command_is_noticed() -> None:
     assert "no command" in fault(["tern", "sing"])
     assert "llama-server has no --sing" in fault(["tern", "serve", "model.gguf", "--sing"])
     assert "llama-bench has no --sing" in fault(["tern", "run", "llama-bench", "--sing"])
-    assert "has no --sing" in fault(["python", "benchmarks/check_27b.py", "--sing"])
+    assert "--sing" in fault(["python", "benchmarks/check_27b.py", "--sing"])
+    assert "has no --sing" in fault(["python", "tools/build_llama_cpp.py", "build", "--sing"])
+    assert "none of" in fault(["python", "tools/make_synthetic.py", "--type", "q3_0"])
 
 
 # ---- files of the repository ----
