@@ -48,13 +48,13 @@ test: check-style pytest  ## Check style and types, then run all tests
 
 .PHONY: pytest
 pytest: build | check-style
-	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup --durations 25
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations 25
 
 .PHONY: fuzz
 fuzz: build  ## Run what takes random inputs with other ones, then fuzz the header reader for FUZZ_SECONDS (600)
 	@seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	echo "TERN_TEST_SEED=$$seed"; \
-	TERN_TEST_SEED=$$seed $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m random_inputs
+	TERN_TEST_SEED=$$seed $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m random_inputs
 	@tests/fuzz/run.sh $(FUZZ_SECONDS)
 
 .PHONY: lint

@@ -30,12 +30,8 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make fuzz` runs, and what processes that test side by side are not to share out: tests of a
-    file that have a fixture of that file in common would each make it anew."""
+    """Marks what `make fuzz` runs."""
     for item in items:
-        definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).values()
-        if any(fixture.scope in ("module", "package") for found in definitions for fixture in found):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         is_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if "rng" in getattr(item, "fixturenames", ()) or is_hypothesis:
             item.add_marker(pytest.mark.random_inputs)

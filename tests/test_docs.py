@@ -32,7 +32,7 @@ LLAMA_CPP = build_llama_cpp.Layout.from_environment().source
 #: Whose paths are looked for when a page names them.
 FOLDERS = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in ".b")
 #: In a path, what a reader is to fill in.
-PLACEHOLDER = re.compile(r"DATE|NEW|\.\.\.|…|<")
+PLACEHOLDER = re.compile(r"DATE|NEW|_new\b|\.\.\.|…|<")
 
 
 # ---- the site ----
