@@ -183,6 +183,25 @@ def test_python_modules_import_each_other_in_no_circle() -> None:
     assert circle(graph) == ""
 
 
+def neighbours(graph: Graph, room_of: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each room those that it includes or imports from."""
+    found: dict[str, set[str]] = {room: set() for room in room_of.values()}
+    for one, others in graph.items():
+        found[room_of[one]] |= {room_of[other] for other in others} - {room_of[one]}
+    return found
+
+
+def test_the_drawing_is_what_is_so() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^(\S+) +→ (.+)$", text, re.MULTILINE)
+    drawn = {room: set(others.split(", ")) - {"-"} for room, others in lines}
+    cpp, python = includes(), imports()
+    is_so = {f"csrc/{room}": others for room, others in neighbours(cpp, cpp_rooms(cpp)).items()}
+    of_package = neighbours(python, python_rooms(python))
+    is_so |= {room: of_package[room] - COMMON for room in PYTHON_ROOMS}
+    assert drawn == is_so
+
+
 def test_no_test_imports_another_test() -> None:
     """What several tests need is in a file of its own."""
     found: defaultdict[str, list[str]] = defaultdict(list)
