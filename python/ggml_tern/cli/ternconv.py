@@ -14,10 +14,7 @@ from rich.console import Console
 from ggml_tern.cli.ending import clean_up_when_killed, tell_stale_parts
 from ggml_tern.cli.lora_option import LORA
 from ggml_tern.convert.model.choice import Keep, TypeChoice
-from ggml_tern.convert.pipeline import convert
-from ggml_tern.convert.read.lora import open_adapter
 from ggml_tern.convert.rotate.rotation import BLOCKS, DEFAULT_BLOCK, RotationChoice
-from ggml_tern.convert.summary import print_summary
 from ggml_tern.errors import TernError
 from ggml_tern.progress import byte_progress
 from ggml_tern.tensors.names import printable
@@ -198,6 +195,11 @@ def main(
     file. Known architectures are Llama (and Mistral, SmolLM, Falcon3, TriLM), Qwen2, Qwen3, Qwen3-MoE,
     Qwen3.5 (and 3.6, 3.8), BitNet and Gemma 3.
     """
+    # What --help does not need, and would wait for.
+    from ggml_tern.convert.pipeline import convert
+    from ggml_tern.convert.read.lora import open_adapter
+    from ggml_tern.convert.summary import print_summary
+
     sensitive = TYPE_OF_BITS[int(sensitive_bits)]
     names = [name.strip() for name in sensitive_layers.split(",")] if sensitive_layers else []
     choice = TypeChoice(
