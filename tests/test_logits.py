@@ -223,8 +223,10 @@ def test_every_product_in_gemma_is_the_reference(gemma: tuple[Path, Path], tmp_p
     names = [t["name"] for t in _core.read_gguf_header(str(path))["tensors"] if t["type"] == 143]
     assert len(names) == 18 * 7
     device, cpu_list = (products(path, tokens, 16, n_gpu_layers, tmp_path) for n_gpu_layers in (99, 0))
-    for key, value in device.items():
-        assert np.array_equal(value.view(np.uint32), cpu_list[key].view(np.uint32)), key
+    for name in names:
+        # The embedding is no ternary one: on the CPU list, stock llama.cpp may multiply it with AMX.
+        for key in (f"{name}/x", f"{name}/y"):
+            assert np.array_equal(device[key].view(np.uint32), cpu_list[key].view(np.uint32)), key
     exact = 0
     for name in names:
         x, y = device[f"{name}/x"], device[f"{name}/y"]
