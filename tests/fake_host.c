@@ -103,7 +103,7 @@ EXPORTED void ggml_backend_dev_get_props(void * device, void * properties) {
 #ifdef FAKE_MISREADS
 static int is_real(const void * structure_with_function) {
     Dl_info info;
-    return dladdr(*(void * const *)structure_with_function, &info) == 0 || strstr(info.dli_fname, "ggml-tern") == NULL;
+    return dladdr(*(void * const *)structure_with_function, &info) == 0 || strstr(info.dli_fname, "/libggml-tern.so") == NULL;
 }
 #if FAKE_MISREADS == 0
 EXPORTED size_t ggml_backend_reg_dev_count(void * reg) {
