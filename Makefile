@@ -48,7 +48,7 @@ test: check-style pytest  ## Check style and types, then run all tests
 
 .PHONY: pytest
 pytest: build | check-style
-	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations 25
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0 --durations 25
 
 .PHONY: fuzz
 fuzz: build  ## Run what takes random inputs with other ones, then fuzz the header reader for FUZZ_SECONDS (600)
