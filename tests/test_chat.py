@@ -83,10 +83,12 @@ class Chat:
     def __init__(self, home: Path, *arguments: str) -> None:
         # What it asks a terminal, how large it is and where the cursor, nobody would answer.
         environment = {"PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(home), "TMPDIR": str(home)}
+        # Wide enough for any line; a process of pytest-xdist has a width of its own in its environment.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process: Any = pexpect.spawn(
             TERN,
             ["chat", *arguments],
-            env={**os.environ, **environment},
+            env={**inherited, **environment},
             encoding="utf-8",
             timeout=120,
             dimensions=(40, 200),
