@@ -1,18 +1,20 @@
 """Measure the plug-in, stock llama.cpp and other engines in turn, and write the ratios down.
 
-    python benchmarks/bench_peers.py                                 # docs/benchmarks/DATE-peers.md
+    python benchmarks/bench_peers.py                                 # docs/benchmarks/DATE-peers-ISA.md
     python benchmarks/bench_peers.py --peer ik=../ik_llama.cpp/build/bin/llama-bench:iq2_bn.gguf
-    python benchmarks/bench_peers.py --depth 8192 --rounds 1         # attention: DATE-peers-d8192.md
+    python benchmarks/bench_peers.py --depth 8192 --rounds 1         # attention: DATE-peers-d8192-ISA.md
     python benchmarks/bench_peers.py --roofline --model qwen3-1.7b   # shares of the machine's bounds
 
 Every round calls the llama-bench of each engine once, in turn, so that whatever else the machine does hits
 all of them alike; look at the ratios first. All files but those that peers bring hold the very same weights.
+ISA is the instruction set of the plug-in's kernels, avx2, say; TERN_ISA forces another one.
 Ctrl-C writes down what was measured so far.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -261,6 +263,18 @@ def own_benches(common: LlamaBench, depth: int, kv: Sequence[str]) -> list[Llama
     return benches
 
 
+def subject(kind: str, model: str, depth: int, processor: str) -> str:
+    """The name of the report without its date; the processor is what the host of the plug-in says it is."""
+    kernels = re.search(r"kernels \((\w+)\)", processor)
+    parts = [
+        kind,
+        model if model != DEFAULT_MODEL else "",
+        f"d{depth}" if depth else "",
+        kernels[1] if kernels else "",
+    ]
+    return "-".join(filter(None, parts))
+
+
 def weights_of(model: str) -> float:
     return float(sum(tensor.n_in * tensor.n_out for tensor in make_synthetic.MODELS[model].tensors()))
 
@@ -427,7 +441,7 @@ def main(
         kind = "roofline" if as_roofline else "peers"
         path = write_report(
             out,
-            "-".join([kind, *([model] if model != DEFAULT_MODEL else []), *([f"d{depth}"] if depth else [])]),
+            subject(kind, model, depth, processor),
             TITLES[kind],
             f"Synthetic {model} (`tools/make_synthetic.py`). {TEXTS[kind]}\n"
             "Written by `benchmarks/bench_peers.py`.",

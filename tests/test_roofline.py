@@ -235,7 +235,13 @@ def test_rounds_of_llama_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     false, echo, stock = results.failures.values()
     assert (false, echo) == ("exit code 1, and not a word", "what it wrote is not JSON")
     assert "pq2_0.gguf" in stock
-    assert "ggml-tern" in results.hosts["plug-in"].processor
+    processor = results.hosts["plug-in"].processor
+    assert "ggml-tern" in processor
+    isa = next(name for name in _core.available_isas() if f"({name})" in processor)
+    assert bench_peers.subject("roofline", "qwen3-1.7b", 0, processor) == f"roofline-qwen3-1.7b-{isa}"
+    assert bench_peers.subject("peers", "qwen3-0.6b", 8192, processor) == f"peers-d8192-{isa}"
+    # A host without the plug-in names no kernels.
+    assert bench_peers.subject("peers", "qwen3-0.6b", 0, results.hosts["stock"].processor) == "peers"
 
     text = bench_peers.tables(results, ["stock"])
     assert f"## {prompt}\n\n|  | t/s | range | against stock | samples |" in text
