@@ -20,7 +20,7 @@ N_IN = 256
 
 def packed() -> Any:
     rng = np.random.default_rng(1)
-    return _core.quantize(T, rng.standard_normal((8, N_IN)).astype(np.float32))[0]
+    return _core.ternarize(T, rng.standard_normal((8, N_IN)).astype(np.float32))[0]
 
 
 ROTATION = _core.Rotation(N_IN, 64)
@@ -30,9 +30,9 @@ KV = np.zeros((4, 1, 34), np.uint8)
 
 #: Each takes one array of its dtype, in the machine's byte order.
 CALLS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "weights f4": (X, lambda a: _core.quantize(T, a)[0]),
-    "weights f2": (X.astype(np.float16), lambda a: _core.quantize(T, a)[0]),
-    "weights u2": (np.full((2, N_IN), 0x3F80, np.uint16), lambda a: _core.quantize(T, a)[0]),
+    "weights f4": (X, lambda a: _core.ternarize(T, a)[0]),
+    "weights f2": (X.astype(np.float16), lambda a: _core.ternarize(T, a)[0]),
+    "weights u2": (np.full((2, N_IN), 0x3F80, np.uint16), lambda a: _core.ternarize(T, a)[0]),
     "scales": (np.ones((2, 2), np.float32), lambda a: _core.pack(T, np.ones((2, N_IN), np.int8), a)),
     "x of matmul": (X, lambda a: _core.matmul(T, packed(), a)),
     "x of a matrix": (X, lambda a: _core.TiledMatrix(T, packed()).matmul(a)),
@@ -91,7 +91,7 @@ q = rng.standard_normal((3, 2, 32)).astype(np.float32)
 kv = rng.integers(0, 100, (600, 1, 34), dtype=np.uint8)
 
 def results():
-    packed, _ = _core.quantize(T, w, n_threads=4)
+    packed, _ = _core.ternarize(T, w, n_threads=4)
     y = _core.matmul(T, packed, x, n_threads=4)
     return [a.tobytes() for a in (packed, y, _core.attention(q, 8, kv, 8, kv, n_threads=4))]
 

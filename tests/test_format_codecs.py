@@ -158,15 +158,15 @@ def test_pack_refuses_what_is_not_a_trit(type_id: int, bad: int) -> None:
         _core.pack(type_id, trits, np.ones((3, 2), np.float32))
 
 
-# ---- quantize ----
+# ---- ternarize ----
 
 
 @pytest.mark.parametrize("n_rows, n_blocks", ROWS_AND_BLOCKS)
 @pytest.mark.parametrize("type_id", TYPES)
-def test_quantize_is_optimal(type_id: int, n_rows: int, n_blocks: int, rng: np.random.Generator) -> None:
+def test_ternarize_is_optimal(type_id: int, n_rows: int, n_blocks: int, rng: np.random.Generator) -> None:
     fmt = ref.FORMATS[type_id]
     w = random_weights(rng, n_rows, n_blocks * fmt.block)
-    data, stats = _core.quantize(type_id, w)
+    data, stats = _core.ternarize(type_id, w)
     assert data.dtype == np.uint8 and data.shape == (n_rows, n_blocks * fmt.n_bytes)
     trits, scales = ref.unpack(fmt, data)
 
@@ -203,7 +203,7 @@ def test_ternary_weights_survive_exactly(type_id: int, rng: np.random.Generator)
     trits[3] = 0
     trits[5, 1:] = 0
     w = (trits * np.repeat(scales, fmt.block, axis=1)).astype(np.float32)
-    data, stats = _core.quantize(type_id, w)
+    data, stats = _core.ternarize(type_id, w)
     assert np.array_equal(ref.dequantize(fmt, data), w)
     assert stats["sum_sq_error"] == 0
 
@@ -216,7 +216,7 @@ def test_extreme_magnitudes(type_id: int, rng: np.random.Generator) -> None:
     sign = rng.choice([-1, 0, 1], (len(magnitudes), 2 * fmt.block)).astype(np.float32)
     w = sign * np.array(magnitudes, np.float32)[:, None]
     w[0] *= -1  # negative zeros too
-    data, _ = _core.quantize(type_id, w)
+    data, _ = _core.ternarize(type_id, w)
     values = ref.dequantize(fmt, data)
     assert np.isfinite(values).all()
     want = ref.dequantize(fmt, ref.pack(fmt, *ref.ternarize(fmt, w)))
@@ -230,7 +230,7 @@ def test_weights_that_no_fp16_scale_reaches_are_refused(type_id: int, too_large:
     w = np.zeros((3, 2 * fmt.block), np.float32)
     w[1, 7] = too_large
     with pytest.raises(ValueError, match="row 1, column 7"):
-        _core.quantize(type_id, w)
+        _core.ternarize(type_id, w)
 
 
 @pytest.mark.parametrize("type_id", TYPES)
@@ -239,9 +239,9 @@ def test_sources_of_equal_value_give_equal_bytes(type_id: int, rng: np.random.Ge
     w = random_weights(rng, 11, 3 * fmt.block)
     w = np.where((np.abs(w) < 2.0**-14) | (np.abs(w) > 6e4), np.float32(0), w)
     w = (w.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # exact in bf16, and so in fp16
-    f32, _ = _core.quantize(type_id, w)
-    f16, _ = _core.quantize(type_id, w.astype(np.float16))
-    bf16, _ = _core.quantize(type_id, (w.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
+    f32, _ = _core.ternarize(type_id, w)
+    f16, _ = _core.ternarize(type_id, w.astype(np.float16))
+    bf16, _ = _core.ternarize(type_id, (w.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
     assert np.array_equal(f32, f16) and np.array_equal(f32, bf16)
 
 
@@ -259,7 +259,7 @@ def test_non_finite_weights_are_refused_by_place(
     if dtype == "bfloat16":
         source = (w.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     with pytest.raises(ValueError) as error:
-        _core.quantize(type_id, source)
+        _core.ternarize(type_id, source)
     numbers = re.findall(r"\d+", str(error.value))
     assert str(row) in numbers and str(column) in numbers
 
@@ -268,20 +268,20 @@ def test_non_finite_weights_are_refused_by_place(
 def test_thread_count_changes_nothing(type_id: int, rng: np.random.Generator) -> None:
     fmt = ref.FORMATS[type_id]
     w = random_weights(rng, 203, 9 * fmt.block)
-    one, one_stats = _core.quantize(type_id, w, n_threads=1)
+    one, one_stats = _core.ternarize(type_id, w, n_threads=1)
     for n_threads in (0, 2, 5, 300):
-        many, stats = _core.quantize(type_id, w, n_threads=n_threads)
+        many, stats = _core.ternarize(type_id, w, n_threads=n_threads)
         assert np.array_equal(one, many)
         assert stats == one_stats
 
 
 @pytest.mark.parametrize("type_id", TYPES)
-def test_quantize_into_given_memory(type_id: int, rng: np.random.Generator) -> None:
+def test_ternarize_into_given_memory(type_id: int, rng: np.random.Generator) -> None:
     fmt = ref.FORMATS[type_id]
     w = random_weights(rng, 6, 2 * fmt.block)
-    fresh, _ = _core.quantize(type_id, w)
+    fresh, _ = _core.ternarize(type_id, w)
     out = np.full((6, 2 * fmt.n_bytes), 255, np.uint8)
-    returned, _ = _core.quantize(type_id, w, out=out)
+    returned, _ = _core.ternarize(type_id, w, out=out)
     assert np.shares_memory(returned, out)
     assert np.array_equal(out, fresh)
     read_only = out.copy()
@@ -296,7 +296,7 @@ def test_quantize_into_given_memory(type_id: int, rng: np.random.Generator) -> N
         out[:, ::-1],
     ):
         with pytest.raises((ValueError, TypeError)):
-            _core.quantize(type_id, w, out=bad)
+            _core.ternarize(type_id, w, out=bad)
 
 
 # ---- transcode ----
@@ -364,9 +364,9 @@ def test_strided_arrays_are_read_right_or_refused(type_id: int, rng: np.random.G
     fmt = ref.FORMATS[type_id]
     w = random_weights(rng, 8, 4 * fmt.block)
     for view in (w[::2], w[:, ::2], w[::-1], w[:, fmt.block :], np.asfortranarray(w)):
-        packed, _ = _core.quantize(type_id, np.ascontiguousarray(view))
-        _either_equal_or_refused(lambda v: _core.quantize(type_id, v)[0], view, packed)
-    data, _ = _core.quantize(type_id, w)
+        packed, _ = _core.ternarize(type_id, np.ascontiguousarray(view))
+        _either_equal_or_refused(lambda v: _core.ternarize(type_id, v)[0], view, packed)
+    data, _ = _core.ternarize(type_id, w)
     for rows in (data[::2], data[::-1], data[:, fmt.n_bytes :], np.asfortranarray(data)):
         whole = np.ascontiguousarray(rows)
         _either_equal_or_refused(lambda v: _core.dequantize(type_id, v), rows, ref.dequantize(fmt, whole))
@@ -379,11 +379,11 @@ def test_wrong_shapes_and_dtypes_are_refused(type_id: int) -> None:
     refused = pytest.raises((ValueError, TypeError))
     for shape in [(2, fmt.block + 1), (2, fmt.block // 2), (fmt.block,), (1, 2, fmt.block), ()]:
         with refused:
-            _core.quantize(type_id, np.zeros(shape, np.float32))
+            _core.ternarize(type_id, np.zeros(shape, np.float32))
     for dtype in (np.float64, np.int8, np.int32, np.uint8, np.complex64):
         with refused:
             wrong: Any = np.zeros((2, fmt.block), dtype)
-            _core.quantize(type_id, wrong)
+            _core.ternarize(type_id, wrong)
     for shape in [(2, fmt.n_bytes + 1), (2, fmt.n_bytes - 1), (fmt.n_bytes,), (1, 2, fmt.n_bytes)]:
         for read in (_core.unpack, _core.dequantize):
             with refused:
@@ -406,6 +406,6 @@ def test_wrong_shapes_and_dtypes_are_refused(type_id: int) -> None:
 @pytest.mark.parametrize("type_id", TYPES)
 def test_no_rows(type_id: int) -> None:
     fmt = ref.FORMATS[type_id]
-    data, stats = _core.quantize(type_id, np.zeros((0, fmt.block), np.float32))
+    data, stats = _core.ternarize(type_id, np.zeros((0, fmt.block), np.float32))
     assert data.shape == (0, fmt.n_bytes) and stats["n"] == 0
     assert _core.dequantize(type_id, data).shape == (0, fmt.block)

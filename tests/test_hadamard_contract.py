@@ -458,7 +458,7 @@ def stored_as(tensor: gguf_files.Tensor, values: F32, type_name: str) -> gguf_fi
     """The tensor in another type."""
     for type_id in _core.TERNARY_TYPES:
         if _core.type_name(type_id) == type_name:
-            return replace(tensor, type_id=type_id, data=_core.quantize(type_id, values)[0].tobytes())
+            return replace(tensor, type_id=type_id, data=_core.ternarize(type_id, values)[0].tobytes())
     kind = gguf.GGMLQuantizationType[type_name]
     return replace(tensor, type_id=int(kind), data=gguf.quantize(values, kind).tobytes())
 

@@ -17,7 +17,7 @@ TYPES = [pytest.param(t, id=f.name) for t, f in ref.FORMATS.items()]
 
 def random_matrix(rng: np.random.Generator, type_id: int, n_out: int, n_in: int) -> npt.NDArray[np.uint8]:
     weights = rng.standard_normal((n_out, n_in)).astype(np.float32)
-    return _core.quantize(type_id, weights)[0]
+    return _core.ternarize(type_id, weights)[0]
 
 
 def assert_close(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:

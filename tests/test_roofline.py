@@ -26,7 +26,7 @@ TINY = synthetic.Shape(width=256, ffn=768, layers=2, heads=4, kv_heads=2, head_d
 
 
 def random_rows(rng: np.random.Generator, type_id: int, n_out: int, n_in: int) -> Any:
-    return _core.quantize(type_id, rng.standard_normal((n_out, n_in)).astype(np.float32))[0]
+    return _core.ternarize(type_id, rng.standard_normal((n_out, n_in)).astype(np.float32))[0]
 
 
 # ---- ggml_tern._core ----

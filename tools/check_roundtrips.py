@@ -75,7 +75,7 @@ def check(blocks: NDArray[np.uint8]) -> None:
     halves = values.astype(np.float16)
     _same_bits(halves.astype(np.float32), values, "unpacking to float16")
     for floats, type_id in product((values, halves), packed):
-        data, _ = _core.quantize(type_id, floats)
+        data, _ = _core.ternarize(type_id, floats)
         name = f"{floats.dtype} to {_core.type_name(type_id)}"
         _same_bits(_core.dequantize(type_id, data), values, name)
         # And on from there into the other one.

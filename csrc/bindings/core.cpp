@@ -56,7 +56,7 @@ WeightFormat weight_format(const py::array & weights) {
                          std::string(py::str(weights.dtype())));
 }
 
-py::tuple quantize(uint32_t type_id, const py::array & weights, std::optional<py::array> out, int n_threads) {
+py::tuple ternarize(uint32_t type_id, const py::array & weights, std::optional<py::array> out, int n_threads) {
     const TernaryType & type = require_type(type_id);
     require_matrix(weights, "weights");
     const WeightFormat format = weight_format(weights);
@@ -575,7 +575,7 @@ PYBIND11_MODULE(_core, m) {
         "type_size", [](uint32_t id) { return require_info(id).block_bytes; }, py::arg("type"),
         "Bytes of one block of a GGUF tensor type id. ValueError for an unknown id.");
 
-    m.def("quantize", &quantize, py::arg("type"), py::arg("weights"), py::arg("out") = py::none(),
+    m.def("ternarize", &ternarize, py::arg("type"), py::arg("weights"), py::arg("out") = py::none(),
           py::arg("n_threads") = 0, R"(
 Ternarize and pack a matrix, each block with the scale that minimizes its squared error.
 

@@ -188,7 +188,7 @@ def _quantize(type_id: int, rows: NDArray[Any], n_threads: int) -> tuple[NDArray
     or too large."""
     # Blocks do not care about rows, and one long row is worked through fastest.
     flat = np.require(rows, requirements=["C", "A"]).reshape(1, -1)
-    data, stats = _core.quantize(type_id, flat, n_threads=n_threads)
+    data, stats = _core.ternarize(type_id, flat, n_threads=n_threads)
     return data, Stats(**stats)
 
 
