@@ -240,6 +240,7 @@ RECIPES = {
     "llama, small blocks": Recipe("llama", block=32, formats=(ref.PTQ1_0,)),
     "qwen3": Recipe("qwen3"),
     "qwen3, tied": Recipe("qwen3", block=256, tied=True),
+    "qwen3, q2_0": Recipe("qwen3", formats=(ref.Q2_0,)),
     "qwen35": Recipe("qwen35", block=256, head_dim=128, heads=2, kv_heads=1),
     "qwen35, not grouped": Recipe("qwen35", grouped=False, head_dim=128, heads=2, kv_heads=1),
     "qwen3moe": Recipe("qwen3moe", ffn=256),

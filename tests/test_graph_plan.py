@@ -72,7 +72,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     csrc, libraries = tools.ROOT / "csrc", stock.llama_cpp_dir()
     ggml = build_llama_cpp.Layout.from_environment().source / "ggml"
     names = (
-        *("backend/plan", "backend/ternary_ops", "format/ternary_types"),
+        *("plan/plan", "format/ternary_types"),
         *("host/host_api", "host/structure_probes", "host/type_slots", "host/memory_protection"),
     )
     sources = [tools.HERE.parent / "plan" / "driver.cpp", *(csrc / f"{name}.cpp" for name in names)]

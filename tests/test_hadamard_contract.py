@@ -463,7 +463,7 @@ def stored_as(tensor: gguf_files.Tensor, values: F32, type_name: str) -> gguf_fi
     return replace(tensor, type_id=int(kind), data=gguf.quantize(values, kind).tobytes())
 
 
-FOREIGN_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q2_0", "TQ2_0", "TQ1_0"]
+FOREIGN_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "TQ2_0", "TQ1_0"]
 
 
 def write_foreign(folder: Path) -> list[Broken]:

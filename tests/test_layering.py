@@ -21,7 +21,9 @@ CPP_ROOMS: dict[str, set[str]] = {
     "model": {"format"},
     "cpu": {"format"},
     "host": {"format"},
-    "backend": {"format", "model", "cpu", "host"},
+    "plan": {"format", "model", "host"},
+    "gpu": {"format", "model", "cpu", "host", "plan"},
+    "backend": {"format", "model", "cpu", "host", "plan", "gpu"},
     "bindings": {"format", "cpu", "host"},
 }
 

@@ -75,5 +75,7 @@ ggml_backend_dev_t stock_cpu_device();
 // Whether the host has us in its list of backends: not before it has loaded us, and not after it has unloaded us, for which a
 // library stays in the process.
 bool is_registered();
+// Hooks the loaders of libraries that were loaded since (loading.cpp), and takes over the GPUs that appeared (gpu/graft.h).
+void meet_newcomers();
 
 }  // namespace tern

@@ -1,5 +1,6 @@
 // The buffer types of the devices: plain host memory, and host memory that stores ternary matrices in tiles.
 #include "../cpu/streamed_memory.h"
+#include "../host/buffer_types.h"
 #include "backend.h"
 
 #include <cstring>
@@ -12,51 +13,6 @@ namespace tern {
 namespace {
 
 constexpr size_t ALIGNMENT = 64;
-
-// The table of a buffer type grew two functions with version 3 of the backend interface; both may stay empty.
-struct BufferTypeV3 {
-    const char * (*get_name)(ggml_backend_buffer_type_t);
-    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t);
-    void * alloc_buffer_n;
-    size_t (*get_alignment)(ggml_backend_buffer_type_t);
-    size_t (*get_max_size)(ggml_backend_buffer_type_t);
-    size_t (*get_alloc_size)(ggml_backend_buffer_type_t, const ggml_tensor *);
-    void * get_alloc_size_n;
-    bool (*is_host)(ggml_backend_buffer_type_t);
-    ggml_backend_dev_t device;
-    void * context;
-};
-
-// One buffer type in the shape that the host's version expects.
-class BufferType {
-  public:
-    explicit BufferType(const ggml_backend_buffer_type_i & iface) : v3_{} {
-        if (host().api_version >= 3) {
-            v3_ = {iface.get_name,
-                   iface.alloc_buffer,
-                   nullptr,
-                   iface.get_alignment,
-                   iface.get_max_size,
-                   iface.get_alloc_size,
-                   nullptr,
-                   iface.is_host,
-                   nullptr,
-                   nullptr};
-        } else {
-            v2_ = {iface, nullptr, nullptr};
-        }
-    }
-
-    void set_device(ggml_backend_dev_t device) { (host().api_version >= 3 ? v3_.device : v2_.device) = device; }
-
-    ggml_backend_buffer_type_t handle() { return &v2_; }
-
-  private:
-    union {
-        ggml_backend_buffer_type v2_;
-        BufferTypeV3 v3_;
-    };
-};
 
 size_t get_alignment(ggml_backend_buffer_type_t) {
     return ALIGNMENT;

@@ -3,9 +3,9 @@
 
 #include "../cpu/product.h"
 #include "../cpu/shared_work.h"
+#include "../plan/plan.h"
 #include "attention.h"
 #include "backend.h"
-#include "plan.h"
 
 #include <algorithm>
 #include <cstdio>

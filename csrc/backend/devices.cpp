@@ -10,6 +10,7 @@
 #include "backend.h"
 
 #include "../host/machine_memory.h"
+#include "../plan/ternary_nodes.h"
 #include "ternary_ops.h"
 
 #include <string>
@@ -60,8 +61,8 @@ void get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
 }
 
 enum ggml_backend_dev_type get_type(ggml_backend_dev_t device) {
-    // llama.cpp asks this of every device before it opens a model; libraries that were loaded since are hooked in time.
-    hook_loaders();
+    // llama.cpp asks this of every device before it opens a model; what was loaded since is met in time.
+    meet_newcomers();
     return context_of(device).type;
 }
 

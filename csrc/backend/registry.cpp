@@ -1,4 +1,5 @@
 // The registry: what the host sees when it loads the plug-in.
+#include "../gpu/graft.h"
 #include "backend.h"
 
 #include <cstdio>
@@ -40,11 +41,15 @@ const char * get_status() {
     static std::mutex mutex;
     static std::string status;
     const std::lock_guard<std::mutex> lock(mutex);
-    hook_loaders();
+    meet_newcomers();
     status = std::string("version=") + TERN_VERSION + "\nggml_version=" + host().ggml_version() +
              "\napi_version=" + std::to_string(host().api_version) + "\nisa=" + isa().name +
              "\nhooked_slots=" + std::to_string(hooked_slots()) + "\nknows_q2_0=" + (host().knows_q2_0 ? "1" : "0") +
              "\n";
+    for (const GpuStatus & gpu : gpu_statuses()) {
+        status += "gpu=" + gpu.name + "\t" + gpu.description + "\t" +
+                  (gpu.refusal.empty() ? "taken over" : gpu.refusal) + "\n";
+    }
     return status.c_str();
 }
 
@@ -151,6 +156,13 @@ ggml_backend_reg_t connect_and_register(const void * caller) {
 }
 
 }  // namespace
+
+void meet_newcomers() {
+    hook_loaders();
+    if (is_registered()) {
+        graft_gpus(registry(), find_treatment);
+    }
+}
 
 bool is_registered() {
     for (size_t i = 0; i < host().ggml_backend_reg_count(); i++) {

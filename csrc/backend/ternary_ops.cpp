@@ -5,11 +5,6 @@
 
 namespace tern {
 
-bool is_ternary_op(const ggml_tensor * node) {
-    return (node->op == host().op_mul_mat || node->op == host().op_mul_mat_id || node->op == host().op_get_rows) &&
-           ternary_type_of(node->src[0]->type) != nullptr;
-}
-
 bool supports_ternary_op(const ggml_tensor * node) {
     const ggml_tensor * w = node->src[0];
     const ggml_tensor * other = node->src[1];

@@ -56,6 +56,7 @@ bool resolve(void * library, HostApi & api, std::string & missing) {
 #undef X
     look_up(library, "gguf_init_from_callback", api.gguf_init_from_callback);
     look_up(library, "gguf_write_to_file_ptr", api.gguf_write_to_file_ptr);
+    look_up(library, "ggml_graph_next_uid", api.ggml_graph_next_uid);
     return true;
 }
 
@@ -87,6 +88,7 @@ bool find_ops(HostApi & api, std::string & missing) {
         {"NONE", api.op_none},           {"VIEW", api.op_view},
         {"RESHAPE", api.op_reshape},     {"PERMUTE", api.op_permute},
         {"TRANSPOSE", api.op_transpose}, {"FLASH_ATTN_EXT", api.op_flash_attn_ext},
+        {"UNARY", api.op_unary},         {"GLU", api.op_glu},
     };
     for (const auto & w : wanted) {
         if (!find_op(api, w.name, w.op)) {
@@ -158,7 +160,7 @@ bool connect(void * library, HostApi & api, std::string & error) {
     if (!find_ops(api, missing)) {
         return not_understood("without the operation " + missing);
     }
-    api.has_graph_uids = dlsym(library, "ggml_graph_next_uid") != nullptr;
+    api.has_graph_uids = api.ggml_graph_next_uid != nullptr;
     api.knows_q2_0 = dlsym(library, "quantize_q2_0") != nullptr;
     if (const char * wrong = probe_structures(api)) {
         return not_understood(wrong);

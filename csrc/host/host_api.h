@@ -22,6 +22,7 @@ namespace tern {
 #define TERN_HOST_FUNCTIONS(X)                                                                                         \
     X(ggml_version)                                                                                                    \
     X(ggml_op_name)                                                                                                    \
+    X(ggml_op_desc)                                                                                                    \
     X(ggml_get_type_traits)                                                                                            \
     X(ggml_nbytes)                                                                                                     \
     X(ggml_init)                                                                                                       \
@@ -31,6 +32,15 @@ namespace tern {
     X(ggml_mul_mat)                                                                                                    \
     X(ggml_mul_mat_id)                                                                                                 \
     X(ggml_view_1d)                                                                                                    \
+    X(ggml_view_4d)                                                                                                    \
+    X(ggml_reshape_4d)                                                                                                 \
+    X(ggml_permute)                                                                                                    \
+    X(ggml_cont)                                                                                                       \
+    X(ggml_add)                                                                                                        \
+    X(ggml_sub)                                                                                                        \
+    X(ggml_mul)                                                                                                        \
+    X(ggml_relu)                                                                                                       \
+    X(ggml_sqr)                                                                                                        \
     X(ggml_custom_4d)                                                                                                  \
     X(ggml_new_graph)                                                                                                  \
     X(ggml_build_forward_expand)                                                                                       \
@@ -46,6 +56,7 @@ namespace tern {
     X(ggml_backend_reg_get_proc_address)                                                                               \
     X(ggml_backend_dev_by_type)                                                                                        \
     X(ggml_backend_dev_name)                                                                                           \
+    X(ggml_backend_dev_description)                                                                                    \
     X(ggml_backend_dev_type)                                                                                           \
     X(ggml_backend_dev_get_props)                                                                                      \
     X(ggml_backend_dev_init)                                                                                           \
@@ -55,6 +66,7 @@ namespace tern {
     X(ggml_backend_name)                                                                                               \
     X(ggml_backend_get_device)                                                                                         \
     X(ggml_backend_graph_compute)                                                                                      \
+    X(ggml_backend_synchronize)                                                                                        \
     X(ggml_backend_free)                                                                                               \
     X(ggml_backend_buft_name)                                                                                          \
     X(ggml_backend_buft_is_host)                                                                                       \
@@ -67,6 +79,9 @@ namespace tern {
     X(ggml_backend_buffer_get_size)                                                                                    \
     X(ggml_backend_buffer_get_type)                                                                                    \
     X(ggml_backend_buffer_free)                                                                                        \
+    X(ggml_backend_tensor_alloc)                                                                                       \
+    X(ggml_backend_tensor_set)                                                                                         \
+    X(ggml_backend_tensor_get)                                                                                         \
     X(ggml_backend_cpu_buffer_type)                                                                                    \
     X(ggml_backend_cpu_buffer_from_ptr)                                                                                \
     X(gguf_init_from_file)                                                                                             \
@@ -89,6 +104,7 @@ struct HostApi {
     gguf_context * (*gguf_init_from_callback)(GgufReader reader, void * data, size_t max_chunk, uint64_t file_size,
                                               gguf_init_params params) = nullptr;
     bool (*gguf_write_to_file_ptr)(const gguf_context * context, FILE * file, bool only_meta) = nullptr;
+    uint64_t (*ggml_graph_next_uid)() = nullptr;
 
     std::string remark;  // what to tell the user about this host, if anything
 
@@ -104,6 +120,8 @@ struct HostApi {
     ggml_op op_reshape{};
     ggml_op op_permute{};
     ggml_op op_transpose{};
+    ggml_op op_unary{};
+    ggml_op op_glu{};
     bool knows_q2_0 = false;      // whether type 42 is the host's own
     bool has_graph_uids = false;  // whether graphs that are the same can be told by ggml_cgraph::uid
 };

@@ -28,10 +28,11 @@ const Slot SLOTS[] = {
     // What the bytes decode to is not what the model means, so nobody gets a function for it.
     {SLOT_PQ2_0_TREATED, TYPE_PQ2_0, "pq2_0 (of ggml-tern, rotated or relu2)", nullptr, true},
     {SLOT_PTQ1_0_TREATED, TYPE_PTQ1_0, "ptq1_0 (of ggml-tern, rotated or relu2)", nullptr, true},
+    {SLOT_Q2_0_TREATED, TYPE_Q2_0, "q2_0 (of ggml-tern, rotated or relu2)", nullptr, true},
 };
 
 bool is_used(const Slot & slot) {
-    return slot.file_type != TYPE_Q2_0 || !host().knows_q2_0;
+    return slot.file_type != TYPE_Q2_0 || slot.treated || !host().knows_q2_0;
 }
 
 const Slot * find_slot(uint32_t slot) {

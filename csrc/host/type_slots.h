@@ -1,10 +1,10 @@
 // Our tensor types in the host's table of types.
 //
 // GGUF files carry PQ2_0 and PTQ1_0 under the ids 142 and 143, beyond the end of ggml's table. Six ids inside the table
-// belong to types that were removed and are reserved for ever; inside the process our types live in five of them.
+// belong to types that were removed and are reserved for ever; inside the process our types live in them.
 //
-// PQ2_0 and PTQ1_0 have two slots each. The second is for matrices that need a treatment (model/models.h): the bytes are the
-// same, but a product with them alone is not what the model means.
+// PQ2_0, PTQ1_0 and Q2_0 have a second slot each, for matrices that need a treatment (model/models.h): the bytes are the same, but
+// a product with them alone is not what the model means.
 #pragma once
 
 #include "../format/ternary_types.h"
@@ -16,10 +16,11 @@
 
 namespace tern {
 
-// Retired ids: Q4_0_4_4, Q4_0_4_8, IQ4_NL_4_8 and IQ4_NL_8_8 become ours; IQ4_NL_4_4 becomes Q2_0 where the host does not
-// know it (ggml < 0.20).
+// Retired ids: Q4_0_4_4, Q4_0_4_8, Q4_0_8_8, IQ4_NL_4_8 and IQ4_NL_8_8 become ours; IQ4_NL_4_4 becomes Q2_0 where the host does
+// not know it (ggml < 0.20).
 constexpr uint32_t SLOT_PQ2_0_TREATED = 31;
 constexpr uint32_t SLOT_PTQ1_0_TREATED = 32;
+constexpr uint32_t SLOT_Q2_0_TREATED = 33;
 constexpr uint32_t SLOT_Q2_0 = 36;
 constexpr uint32_t SLOT_PQ2_0 = 37;
 constexpr uint32_t SLOT_PTQ1_0 = 38;

@@ -67,10 +67,10 @@ Rotations find_rotations(const GgufHeader & header, const Model & model, const P
     for (const GgufTensor & tensor : header.tensors) {
         if (rotations.count(tensor.name) != 0 && types.treated(tensor.type) == 0) {
             const TensorTypeInfo * type = tensor_type_info(tensor.type);
-            throw FormatError("key 'prism.hadamard.weight_names' or 'prism.hadamard.inverse_weight_names' names " +
-                              quoted(tensor.name) + " of type " +
-                              (type != nullptr ? type->name : std::to_string(tensor.type)) +
-                              ", which llama.cpp would multiply without its rotation; PQ2_0 and PTQ1_0 can be rotated");
+            throw FormatError(
+                "key 'prism.hadamard.weight_names' or 'prism.hadamard.inverse_weight_names' names " +
+                quoted(tensor.name) + " of type " + (type != nullptr ? type->name : std::to_string(tensor.type)) +
+                ", which llama.cpp would multiply without its rotation; PQ2_0, PTQ1_0 and Q2_0 can be rotated");
         }
     }
     return rotations;

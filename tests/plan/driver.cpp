@@ -4,8 +4,8 @@
 // One line for each node: its kind and name, and what the plan says of it:
 //
 //   PRODUCT q  ready x (rotation a)  group 0
-#include "backend/plan.h"
 #include "host/host_api.h"
+#include "plan/plan.h"
 
 #include <algorithm>
 #include <cstdio>

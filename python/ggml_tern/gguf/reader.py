@@ -26,7 +26,10 @@ SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors
 #: What the keys begin with that say how weights are rotated.
 HADAMARD = "prism.hadamard."
 #: The types in which the plug-in undoes a rotation.
-ROTATED_TYPES = (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0)
+ROTATED_TYPES = (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0, _core.TYPE_Q2_0)
+#: Those of them that rotated weights are written in. llama.cpp without the plug-in refuses these, while it
+#: would load rotated Q2_0 and talk nonsense.
+ROTATED_TYPES_TO_WRITE = (_core.TYPE_PQ2_0, _core.TYPE_PTQ1_0)
 
 #: What to tell of a file for which `GGUFSource.is_legacy` is true.
 LEGACY_NOTE = "read as PQ2_0 what stands in the file, in blocks of 128, under the id of Q2_0"

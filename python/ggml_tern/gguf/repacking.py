@@ -27,7 +27,7 @@ from ggml_tern.gguf import bitnet, i2_s
 from ggml_tern.gguf.reader import (
     HADAMARD,
     LEGACY_NOTE,
-    ROTATED_TYPES,
+    ROTATED_TYPES_TO_WRITE,
     SPLIT_COUNT,
     SPLIT_NO,
     SPLIT_TENSORS,
@@ -100,7 +100,7 @@ def repack(
             f"{source.path}: holds no ternary tensor, so there is nothing to repack; if the model was "
             "trained ternary, `ternconv --type auto` packs it"
         )
-    if source.is_rotated and target not in ROTATED_TYPES:
+    if source.is_rotated and target not in ROTATED_TYPES_TO_WRITE:
         raise TernError(
             f"{source.path}: its weights are rotated, and nothing undoes that in {_core.type_name(target)}; "
             "use --type pq2_0 or --type ptq1_0, or --unrotate for plain weights in F16"

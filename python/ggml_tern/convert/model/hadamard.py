@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import Role, TensorSpec
-from ggml_tern.gguf.reader import HADAMARD, ROTATED_TYPES
+from ggml_tern.gguf.reader import HADAMARD, ROTATED_TYPES_TO_WRITE
 from ggml_tern.tensors.types import PQ2_0, type_by_id
 
 #: The types that a folded weight can have.
-FOLDED_TYPES = tuple(map(type_by_id, ROTATED_TYPES))
+FOLDED_TYPES = tuple(map(type_by_id, ROTATED_TYPES_TO_WRITE))
 
 EMBEDDING = "token_embd.weight"
 _SSM_OUT = ".ssm_out.weight"

@@ -1,5 +1,6 @@
 // The plan of a graph: what its ternary operations need, in what order, and what they can share. It is the same for every kind
-// of device; who carries it out is another matter (cpu_steps.h: custom operations inside the stock CPU backend).
+// of device; who carries it out is another matter (backend/cpu_steps.h: custom operations inside the stock CPU backend;
+// gpu/gpu_steps.h: nodes that a stock GPU backend knows).
 //
 // A product y = W x with a ternary matrix takes two steps. First the activation x is made ready: rotated, where the matrix
 // is rotated, and brought into the form that the device multiplies with. Then it is multiplied. Matrices that want the same

@@ -1,7 +1,7 @@
 // Making the plan of a graph: one walk over its nodes. See plan.h.
 #include "plan.h"
 
-#include "ternary_ops.h"
+#include "ternary_nodes.h"
 
 #include <algorithm>
 #include <iterator>

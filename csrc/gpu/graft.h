@@ -1,0 +1,44 @@
+// The graft: the host's own GPU backends learn our types.
+//
+// A stock GPU backend runs all of llama.cpp but our types and rotations. It keeps the functions that say so in tables in memory,
+// of which we take over a few, for every device of every other registry in the process:
+//
+//   the device's supports_op     knows our types too, in memory of ours
+//   the device's init_backend    and in each backend that it makes, graph_compute (gpu_steps.h) and free
+//   the registry's get_proc_address, for ggml_backend_dev_get_extra_bufts: offers memory of ours to llama.cpp
+//
+// That memory is the stock one, of a buffer type that is a copy of the stock one's but for the size of a tensor, and whose buffers
+// translate a tensor of our types to its twin (twin.h) when its bytes arrive. Everything else stays the stock backend's own: the
+// names, the devices, what it thinks of them. A device is left as it is where it has no kernels for Q2_0, or where its tables are
+// not what we know; one line on stderr says so.
+//
+// Devices appear at any time: an RPC server when the command line is read, a backend when it is loaded. So whoever is asked for
+// something before a model is opened calls graft_gpus().
+#pragma once
+
+#include "../host/host_api.h"
+#include "../model/models.h"
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tern {
+
+// Tells the treatment of a tensor by its bytes, nullptr where none is known: see Models::find().
+using FindTreatment = const Treatment * (*)(std::string_view name, uint32_t file_type, const int64_t * shape,
+                                            std::string_view data);
+
+// Takes over the GPUs that are there and not taken over yet. ours: our own registry, which is left alone. Safe from any thread,
+// and cheap when there is nothing to do.
+void graft_gpus(ggml_backend_reg_t ours, FindTreatment find_treatment);
+
+// What became of each GPU.
+struct GpuStatus {
+    std::string name;
+    std::string description;
+    std::string refusal;  // why it is left alone; empty where it is not
+};
+std::vector<GpuStatus> gpu_statuses();
+
+}  // namespace tern
