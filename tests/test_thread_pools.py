@@ -1,4 +1,8 @@
-"""--cpu-mask and its like: the threads that llama.cpp makes of them are those that our kernels run in."""
+"""--cpu-mask and its like: the threads that llama.cpp makes of them are those that our kernels run in.
+
+--poll is a number in the same pool as the rest, which a llama.cpp with OpenMP, as this one is, never reads:
+nothing of it can be seen from outside.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,24 @@ def mask(processors: list[int]) -> str:
     return hex(sum(1 << processor for processor in processors))
 
 
-def affinities(pid: int) -> list[str]:
-    """The processors that each thread of the process may run on, as the kernel writes them."""
+def threads(pid: int) -> list[tuple[str, int]]:
+    """Of each thread of the process: the processors that it may run on, as the kernel writes them, and its
+    scheduling policy."""
     found = []
     for task in (Path("/proc") / str(pid) / "task").iterdir():
         try:
             status = (task / "status").read_text(encoding="ascii", errors="replace")
+            policy = os.sched_getscheduler(int(task.name))
         except OSError:
             continue  # it has ended
-        found += [line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")]
+        found += [
+            (line.split()[1], policy) for line in status.splitlines() if line.startswith("Cpus_allowed_list:")
+        ]
     return found
+
+
+def affinities(pid: int) -> list[str]:
+    return [processors for processors, _ in threads(pid)]
 
 
 def test_each_thread_has_a_processor_of_its_own() -> None:
@@ -53,12 +65,11 @@ def test_each_thread_has_a_processor_of_its_own() -> None:
             bench.kill()
 
 
-def test_threads_that_were_there_before_the_mask() -> None:
-    """llama-server computes once before it makes its pools, in threads that the main thread has not bound
-    with itself."""
+def test_threads_that_were_there_before_the_pool() -> None:
+    """llama-server computes once before it makes its pools, in threads that have neither its mask nor its
+    priority from the main thread. --prio -1 is SCHED_BATCH, which any process may choose."""
     processor = PROCESSORS[-1]
-    with serving(
-        TINY, "-c", "512", "-t", "2", "--cpu-mask", mask([processor]), command=LLAMA_SERVER
-    ) as server:
+    options = ("-c", "512", "-t", "2", "--cpu-mask", mask([processor]), "--prio", "-1")
+    with serving(TINY, *options, command=LLAMA_SERVER) as server:
         assert server.post("/completion", {"prompt": "Once", "n_predict": 4}).status == 200
-        assert affinities(server.pid).count(str(processor)) >= 2
+        assert threads(server.pid).count((str(processor), os.SCHED_BATCH)) >= 2
