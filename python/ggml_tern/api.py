@@ -53,6 +53,7 @@ def convert(
     lora: Sequence[Lora] = (),
     mtp: bool = False,
     force: bool = False,
+    dry_run: bool = False,
     threads: int = 0,
     start: Callable[[int], None] = _ignore,
     advance: Callable[[int], None] = _ignore,
@@ -72,6 +73,8 @@ def convert(
         lora: adapters to merge first.
         mtp: keep the multi-token prediction head.
         force: replace an existing output.
+        dry_run: write nothing, and report what would be made, the stats estimated from some rows of each
+            tensor.
         threads: that quantize; 0 for one per core.
         start, advance: told the bytes of tensor data, first in total and then as they are written.
 
@@ -111,6 +114,7 @@ def convert(
         adapters=_adapters(lora),
         keep_mtp=mtp,
         force=force,
+        dry=dry_run,
         n_threads=threads,
         start=start,
         advance=advance,

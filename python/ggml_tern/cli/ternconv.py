@@ -42,6 +42,8 @@ Examples
       Nothing ternary: shows that a checkpoint converts rightly.
   ternconv --type ptq1_0 model-f16.gguf model.gguf
       From a GGUF file instead of a checkpoint.
+  ternconv --dry-run ./Ternary-Model model.gguf
+      What would be written, and how large; in seconds, without writing.
 
 Rounding a model that was not trained ternary to three values destroys it;
 ternconv does so if a ternary --type is asked for, and the verdict at the end
@@ -164,6 +166,12 @@ class SignsOption(click.ParamType[int | None]):
 @click.option("--mtp", is_flag=True, help="Keep the multi-token prediction head.  [default: left out]")
 @click.option("--force", is_flag=True, help="Replace OUT.gguf if it exists.")
 @click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Write nothing; tell what would be: tensors, types, the size of the file, and a verdict from some "
+    "rows of each tensor.",
+)
+@click.option(
     "--threads",
     type=click.IntRange(min=0),
     default=0,
@@ -187,6 +195,7 @@ def main(
     loras: tuple[tuple[Path, float], ...],
     mtp: bool,
     force: bool,
+    dry_run: bool,
     threads: int,
 ) -> None:
     """Convert the model MODEL to the GGUF file OUT.gguf, with ternary weights.
@@ -236,6 +245,7 @@ def main(
                 adapters=adapters,
                 keep_mtp=mtp,
                 force=force,
+                dry=dry_run,
                 n_threads=threads,
                 start=lambda total: progress.update(task, total=total, description="writing"),
                 advance=lambda nbytes: progress.advance(task, nbytes),

@@ -1,4 +1,4 @@
-"""The stages in a row: model, types, quantization, file."""
+"""The stages in a row: model, types, quantization, file; or, in a dry run, what they would make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import gguf
-import numpy as np
 
 from ggml_tern import _core
 from ggml_tern.atomic_file import check_output
@@ -22,12 +21,12 @@ from ggml_tern.convert.model.input_model import InputModel
 from ggml_tern.convert.model.models import open_model
 from ggml_tern.convert.quantize.rotated_targets import check_folded_types, folded_rotations, kept_target
 from ggml_tern.convert.quantize.targets import Target, choose_target
-from ggml_tern.convert.quantize.ternarize import Stats, encode, is_ternary
+from ggml_tern.convert.quantize.ternarize import Stats, encode, is_ternary, sample
 from ggml_tern.convert.read.lora import Adapter
 from ggml_tern.convert.rotate.rotated_ternary import find_rotation, folded, is_plain_ternary, snaps
 from ggml_tern.convert.rotate.rotation import RotationChoice, plan_rotation
 from ggml_tern.convert.verdict import Judgement, judge
-from ggml_tern.convert.write.writer import OutputFile
+from ggml_tern.convert.write.writer import OutputFile, measure
 from ggml_tern.errors import TernError
 from ggml_tern.tensors.types import F16, FILE_TYPES, type_by_id
 
@@ -41,6 +40,7 @@ class Report:
         targets: its tensors in file order, with what quantizing each cost in `stats`.
         notes: one line for each thing that the user should know.
         chats: whether it holds a chat template, as models do that answer and do not only go on with a text.
+        dry: nothing was written, and `stats` are estimates from some rows of each tensor.
     """
 
     output: Path
@@ -49,6 +49,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     size: int = 0
     chats: bool = False
+    dry: bool = False
 
     @property
     def judgement(self) -> Judgement:
@@ -89,6 +90,7 @@ def convert(
     adapters: Sequence[Adapter] = (),
     keep_mtp: bool = False,
     force: bool = False,
+    dry: bool = False,
     n_threads: int = 0,
     start: Callable[[int], None] = lambda total: None,
     advance: Callable[[int], None] = lambda nbytes: None,
@@ -101,6 +103,7 @@ def convert(
         adapters: LoRAs to merge first.
         keep_mtp: convert the multi-token prediction head too.
         force: replace an existing output.
+        dry: write nothing, and report what would be made.
         n_threads: threads that quantize; 0 for one per core.
         start, advance: told the number of bytes of tensor data, first in total and then as they are written.
 
@@ -109,6 +112,8 @@ def convert(
     model = open_model(path, adapters, keep_mtp=keep_mtp)
     check_output(output, model.files(), force)
     conversion = prepare(model, choice, rotation)
+    if dry:
+        return foresee(conversion, output)
     return write(conversion, output, force=force, n_threads=n_threads, start=start, advance=advance)
 
 
@@ -151,16 +156,9 @@ def write(
     appeared meanwhile, which without `force` is left as it is.
     """
     model, targets = conversion.model, conversion.targets
-    report = Report(output, targets, notes=list(conversion.notes))
     n_threads = n_threads or len(os.sched_getaffinity(0))
     with OutputFile(output, model.arch, replace=force) as file:
-        report.notes += model.add_metadata(file.metadata)
-        report.chats = any(gguf.Keys.Tokenizer.CHAT_TEMPLATE in part for part in file.metadata.kv_data)
-        if conversion.rotations:
-            names = [target.spec.name for target in targets]
-            add_rotation_keys(file.metadata, conversion.rotations, names)
-        file.metadata.add_file_type(_file_type(targets))
-        file.metadata.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        report = _begin(conversion, output, file.metadata)
         file.write_header(targets)
         start(conversion.nbytes)
         with ThreadPoolExecutor(n_threads, thread_name_prefix="quantize") as pool:
@@ -175,6 +173,35 @@ def write(
                     raise
                 report.stats.append(stats)
         report.size = file.commit()
+    return report
+
+
+def foresee(conversion: Conversion, output: Path) -> Report:
+    """What `write` would make: the size of the file exactly, what quantizing costs from some rows of each
+    tensor. Nothing is written.
+
+    Raises TernError for what `write` would refuse, as far as these rows, the metadata and the disk tell.
+    """
+    metadata = gguf.GGUFWriter(None, conversion.model.arch)
+    report = _begin(conversion, output, metadata)
+    report.dry = True
+    report.size = measure(output, metadata, conversion.targets)
+    for target in conversion.targets:
+        sources = conversion.model.sources[target.spec.name]
+        report.stats.append(sample(target, sources, lossless=conversion.lossless))
+    return report
+
+
+def _begin(conversion: Conversion, output: Path, metadata: gguf.GGUFWriter) -> Report:
+    """Add all keys to the metadata of a file, and begin the report on it."""
+    targets = conversion.targets
+    report = Report(output, targets, notes=list(conversion.notes))
+    report.notes += conversion.model.add_metadata(metadata)
+    report.chats = any(gguf.Keys.Tokenizer.CHAT_TEMPLATE in part for part in metadata.kv_data)
+    if conversion.rotations:
+        add_rotation_keys(metadata, conversion.rotations, [target.spec.name for target in targets])
+    metadata.add_file_type(_file_type(targets))
+    metadata.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return report
 
 
@@ -242,6 +269,6 @@ def _file_type(targets: Sequence[Target]) -> int:
     weights: Counter[int] = Counter()
     for target in targets:
         if target.spec.role is Role.MATRIX:
-            weights[target.type.id] += int(np.prod(target.spec.shape, dtype=np.int64))
+            weights[target.type.id] += target.n_weights
     commonest = weights.most_common(1)[0][0] if weights else F16.id
     return FILE_TYPES.get(commonest, FILE_TYPES[F16.id])

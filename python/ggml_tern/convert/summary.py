@@ -1,4 +1,4 @@
-"""Tell: what the file holds and what quantizing cost, as a table."""
+"""Tell: what the file holds, or would, and what quantizing cost, as a table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ggml_tern.convert.model.architectures import Role
+from ggml_tern.convert.model.sources import SAMPLE_ROWS
 from ggml_tern.convert.pipeline import Report
 from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.convert.quantize.ternarize import Stats
@@ -54,10 +55,20 @@ def print_summary(report: Report, console: Console) -> None:
     console.print(table)
     console.print()
     judgement = report.judgement
-    lines = [f"warning: {warning}" for warning in [*smells(report), *_warnings(judgement)]]
+    lines = []
+    if report.dry:
+        lines.append(
+            f"dry run: nothing was written; zeros, errors, what is said of them and the verdict are from "
+            f"{SAMPLE_ROWS} rows of each tensor"
+        )
+    lines += [f"warning: {warning}" for warning in [*smells(report), *_warnings(judgement)]]
     notes = [*ternary_notes(report), *fallback_notes(report.targets), *report.notes]
     lines += [f"note: {note}" for note in notes]
-    lines += [f"{report.output}: {report.size / 1e6:.1f} MB", f"verdict: {judgement.line}"]
+    would_be, expected = ("would be ", "expected ") if report.dry else ("", "")
+    lines += [
+        f"{report.output}: {would_be}{report.size / 1e6:.1f} MB",
+        f"{expected}verdict: {judgement.line}",
+    ]
     if step := next_step(report, judgement):
         lines.append(f"next: {step}")
     for line in lines:
@@ -77,7 +88,7 @@ def next_step(report: Report, judgement: Judgement) -> str:
     """What to do with the file; nothing for one that is broken."""
     if judgement.outcome is Outcome.NONSENSE:
         return "the same again with --type auto or --type q8_0"
-    if _empty(report):
+    if _empty(report) or report.dry:
         return ""
     output = shlex.quote(str(report.output))
     if report.chats:

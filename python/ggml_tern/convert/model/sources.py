@@ -21,6 +21,9 @@ from ggml_tern.tensors.values import Rows, as_float32
 #: Rows compared at a time.
 _ROWS = 1024
 
+#: Rows of a tensor that stand for all.
+SAMPLE_ROWS = 16
+
 
 @dataclass(frozen=True)
 class Source:
@@ -161,6 +164,14 @@ def prepared_rows(spec: TensorSpec, source: Source, start: int, stop: int) -> ND
     if spec.function is not None:
         rows = spec.function(as_float32(rows))
     return rows
+
+
+def sample_rows(spec: TensorSpec, sources: Sequence[Source]) -> Iterator[tuple[Source, int]]:
+    """`SAMPLE_ROWS` rows of a tensor from all over it, or all that it has: the source and the row in it."""
+    per_source = spec.rows_per_source
+    last = per_source * len(sources) - 1
+    for row in np.unique(np.linspace(0, last, SAMPLE_ROWS, dtype=np.int64)).tolist():
+        yield sources[row // per_source], row % per_source
 
 
 def chosen_rows(spec: TensorSpec, start: int, stop: int) -> slice | NDArray[np.intp]:

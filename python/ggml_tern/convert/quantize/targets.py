@@ -29,6 +29,10 @@ class Target:
     group: int = 0
 
     @property
+    def n_weights(self) -> int:
+        return int(np.prod(self.spec.shape, dtype=np.int64))
+
+    @property
     def nbytes(self) -> int:
         *outer, n_in = self.spec.shape
         return int(np.prod(outer, dtype=np.int64)) * self.type.row_bytes(n_in)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ggml_tern import _core
 from ggml_tern.convert.model.architectures import TensorSpec
-from ggml_tern.convert.model.sources import Source, chosen_rows, prepared_rows
+from ggml_tern.convert.model.sources import Source, chosen_rows, prepared_rows, sample_rows
 from ggml_tern.convert.quantize.targets import Target
 from ggml_tern.errors import TernError
 from ggml_tern.ordered import in_order
@@ -69,6 +69,15 @@ class Stats:
         self.exact_groups += other.exact_groups
         self.max_scale_error = max(self.max_scale_error, other.max_scale_error)
 
+    def times(self, factor: float) -> Stats:
+        """Those of a tensor that is larger by a factor of at least 1, and otherwise alike."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        larger = {
+            name: round(value * factor) if isinstance(value, int) else value * factor
+            for name, value in values.items()
+        }
+        return Stats(**larger | {"max_scale_error": self.max_scale_error})
+
     @property
     def is_exact(self) -> bool:
         """Whether every weight decodes to what it was."""
@@ -114,17 +123,41 @@ def encode(
     Raises TernError naming the element for a NaN, an infinity, or a value that F16 cannot hold, and naming
     the rows for what `lossless` refuses.
     """
+    n_rows = target.spec.rows_per_source
+    rows_per_piece = max(1, _PIECE // max(1, target.spec.shape[-1]))
+    work = _encoder(target, lossless)
+    return in_order(
+        pool,
+        n_threads,
+        (
+            partial(work, source, start, min(start + rows_per_piece, n_rows))
+            for source in sources
+            for start in range(0, n_rows, rows_per_piece)
+        ),
+    )
+
+
+def sample(target: Target, sources: Sequence[Source], *, lossless: bool = False) -> Stats:
+    """What quantizing a tensor will cost, from some of its rows. Raises what `encode` does, where it lies in
+    these."""
+    work = _encoder(target, lossless)
+    total = Stats()
+    for source, row in sample_rows(target.spec, sources):
+        total.add(work(source, row, row + 1).stats)
+    return total.times(target.n_weights / total.n)
+
+
+def _encoder(target: Target, lossless: bool) -> Callable[[Source, int, int], Piece]:
+    """The function that encodes some rows of a source. It raises TernError, as `encode` says."""
     spec = target.spec
-    n_rows = spec.rows_per_source
-    rows_per_piece = max(1, _PIECE // max(1, spec.shape[-1]))
-    encoder = _encoder(target)
+    encode_rows = _row_encoder(target)
 
     def work(source: Source, start: int, stop: int) -> Piece:
         if source.packed is not None and source.type_id == target.type.id and not target.type.is_ternary:
             piece = _copy(source, spec.shape[-1], start, stop)
         else:
             try:
-                piece = encoder(prepared_rows(spec, source, start, stop))
+                piece = encode_rows(prepared_rows(spec, source, start, stop))
             except ValueError as error:
                 check_finite(spec, source, start, stop)
                 raise TernError(f"{source.where}: cannot be stored as {target.type.name}: {error}") from None
@@ -136,15 +169,7 @@ def encode(
             )
         return piece
 
-    return in_order(
-        pool,
-        n_threads,
-        (
-            partial(work, source, start, min(start + rows_per_piece, n_rows))
-            for source in sources
-            for start in range(0, n_rows, rows_per_piece)
-        ),
-    )
+    return work
 
 
 def check_finite(spec: TensorSpec, source: Source, start: int, stop: int) -> None:
@@ -192,7 +217,7 @@ def _quantize(type_id: int, rows: NDArray[Any], n_threads: int) -> tuple[NDArray
     return data, Stats(**stats)
 
 
-def _encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
+def _row_encoder(target: Target) -> Callable[[NDArray[Any]], Piece]:
     """The function that encodes rows: float32, float16, or uint16 holding bfloat16 bits. It raises ValueError
     for values that are not finite or that the type cannot hold."""
     type_id = target.type.id

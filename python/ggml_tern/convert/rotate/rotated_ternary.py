@@ -19,15 +19,14 @@ from ggml_tern import _core
 from ggml_tern.convert.model.architectures import TensorSpec
 from ggml_tern.convert.model.choice import TypeChoice
 from ggml_tern.convert.model.input_model import InputModel
-from ggml_tern.convert.model.sources import Source, prepared_rows
+from ggml_tern.convert.model.sources import Source, prepared_rows, sample_rows
 from ggml_tern.convert.rotate.rotation import BLOCKS, RotationChoice, candidates
 from ggml_tern.tensors.names import kind_name
 from ggml_tern.tensors.types import PQ2_0
 from ggml_tern.tensors.values import as_float32
 
 _GROUP = PQ2_0.block
-#: Rows of a tensor, and tensors of a model, that are looked at before all of them are.
-_SAMPLE_ROWS = 16
+#: Tensors of a model that are looked at before all of them are.
 _SAMPLE_TENSORS = 4
 #: Values by which a stored type is told.
 _SAMPLE_VALUES = 1 << 13
@@ -128,12 +127,9 @@ def snap(
 def ternary_share(spec: TensorSpec, sources: Sequence[Source], block: int) -> float:
     """The share of groups that are ternary but for rounding, among those that are not zero in some rows from
     all over a tensor; 0 without such groups. `block`: what its rotation mixes; 1 for a plain one."""
-    per_source = spec.rows_per_source
-    n_rows = per_source * len(sources)
     plain = replace(spec, function=None)
     found = total = 0
-    for row in np.unique(np.linspace(0, n_rows - 1, _SAMPLE_ROWS, dtype=np.int64)).tolist():
-        source, row = sources[row // per_source], row % per_source
+    for source, row in sample_rows(spec, sources):
         rounding = unit_roundoff(np.ascontiguousarray(as_float32(prepared_rows(plain, source, row, row + 1))))
         rows = as_float32(prepared_rows(spec, source, row, row + 1))
         _, near = snap(rows, max(block, _GROUP), rounding if block > 1 else 0.0)

@@ -8,6 +8,7 @@ complete.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,23 +52,9 @@ class OutputFile(AtomicFile):
         """Write everything that comes before the data. Raises TernError when the disk cannot hold the
         file."""
         self._targets = list(targets)
-        for target in self._targets:
-            # With a dtype that is not uint8, gguf-py takes the shape as counted in weights and the type id as
-            # it is: this is how ids that it has no name for (PQ2_0, PTQ1_0) get into the table.
-            self.metadata.add_tensor_info(
-                target.spec.name,
-                target.spec.shape,
-                np.dtype(np.float32),
-                target.nbytes,
-                raw_dtype=target.type.id,  # type: ignore[arg-type]
-            )
-        self.require_space(sum(_padded(target.nbytes) for target in self._targets))
+        self.require_space(_data_bytes(targets))
         with self.explain():
-            self.metadata.write_header_to_file(self.temporary)
-            self.metadata.write_kv_data_to_file()
-            self.metadata.write_ti_data_to_file()
-            assert self.metadata.fout is not None
-            self._file = self.metadata.fout[0]
+            self._file = _write_header(self.metadata, self._targets, self.temporary)
             self._early = EarlySync(self._file)
             self._pad()
 
@@ -95,34 +82,73 @@ class OutputFile(AtomicFile):
         with self.explain():
             self._early.finish()
             self.metadata.close()
-            self._verify()
+            _verify(self.temporary, self._targets, self.path)
         return self.publish()
-
-    def _verify(self) -> None:
-        """Read the finished header back and compare it with what was meant."""
-        try:
-            header = _core.read_gguf_header(self.temporary)
-        except _core.FormatError as error:
-            # A few blocks of Q2_0 may be taken for those of old files.
-            raise TernError(
-                f"{self.path}: would not be read as it is meant: {error}; use another --type"
-            ) from None
-        meant = [
-            (target.spec.name, target.type.id, list(reversed(target.spec.shape)), target.nbytes)
-            for target in self._targets
-        ]
-        found: list[tuple[str, int, list[int], int]] = [
-            (tensor["name"], tensor["type"], list(tensor["shape"]), tensor["nbytes"])
-            for tensor in header["tensors"]
-        ]
-        if found != meant:
-            raise AssertionError(
-                f"{self.temporary}: the file that was written does not read back as it was meant"
-            )
 
     def _pad(self) -> None:
         assert self._file is not None
         self._file.write(bytes(-self._file.tell() % self.metadata.data_alignment))
+
+
+def measure(path: Path, metadata: gguf.GGUFWriter, targets: Sequence[Target]) -> int:
+    """The bytes of the file that `OutputFile` would write of this metadata, which has no tensors yet. Nothing
+    is written to any disk. Raises TernError when the disk cannot hold it, and where its header would not be
+    read as it is meant."""
+    output = AtomicFile(path)
+    output.require_space(_data_bytes(targets))
+    with contextlib.closing(os.fdopen(os.memfd_create("header"), "rb")) as memory, output.explain():
+        in_memory = Path(f"/proc/self/fd/{memory.fileno()}")
+        try:
+            size = _padded(_write_header(metadata, targets, in_memory).tell()) + _data_bytes(targets)
+        finally:
+            metadata.close()
+        # A reader wants all the data to be there: a hole, which takes no memory.
+        os.truncate(memory.fileno(), size)
+        _verify(in_memory, targets, path)
+    return size
+
+
+def _write_header(metadata: gguf.GGUFWriter, targets: Sequence[Target], path: Path) -> IO[bytes]:
+    """Write all that comes before the data. Returns the file, which `metadata.close` closes."""
+    for target in targets:
+        # With a dtype that is not uint8, gguf-py takes the shape as counted in weights and the type id as
+        # it is: this is how ids that it has no name for (PQ2_0, PTQ1_0) get into the table.
+        metadata.add_tensor_info(
+            target.spec.name,
+            target.spec.shape,
+            np.dtype(np.float32),
+            target.nbytes,
+            raw_dtype=target.type.id,  # type: ignore[arg-type]
+        )
+    metadata.write_header_to_file(path)
+    metadata.write_kv_data_to_file()
+    metadata.write_ti_data_to_file()
+    assert metadata.fout is not None
+    return metadata.fout[0]
+
+
+def _verify(written: Path, targets: Sequence[Target], path: Path) -> None:
+    """Read the header that was written for `path` back and compare it with what was meant."""
+    try:
+        header = _core.read_gguf_header(written)
+    except _core.FormatError as error:
+        # A few blocks of Q2_0 may be taken for those of old files.
+        raise TernError(f"{path}: would not be read as it is meant: {error}; use another --type") from None
+    meant = [
+        (target.spec.name, target.type.id, list(reversed(target.spec.shape)), target.nbytes)
+        for target in targets
+    ]
+    found: list[tuple[str, int, list[int], int]] = [
+        (tensor["name"], tensor["type"], list(tensor["shape"]), tensor["nbytes"])
+        for tensor in header["tensors"]
+    ]
+    if found != meant:
+        raise AssertionError(f"{written}: the file that was written does not read back as it was meant")
+
+
+def _data_bytes(targets: Sequence[Target]) -> int:
+    """Bytes of all tensor data in the file."""
+    return sum(_padded(target.nbytes) for target in targets)
 
 
 def _padded(nbytes: int) -> int:
