@@ -256,6 +256,20 @@ def test_plots_are_refused_before_anything_is_measured(
         plots.check_plot(tmp_path / "a.png")
 
 
+def test_names_of_files_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    evil, safe = tmp_path / "a\x1b[2J\x07.gguf", r"a\x1b[2J\x07.gguf"
+    evil.symlink_to(TINY)
+    compared = (evil, "--compare", OTHER)
+    for options in ((), ("--md",)):
+        result = tern_bench(*compared, *SHORT, "--context", "100000", *options)
+        assert result.returncode == 0
+        assert result.stderr.startswith("note: a context of 100,000 is cut to ")
+        title, *rest = result.stdout.splitlines()
+        assert title.endswith(f"tern bench: {safe} and {OTHER.name}")
+        assert any(line.endswith(f"{safe} against {OTHER.name}, ratios of medians") for line in rest)
+        assert not {"\x1b", "\x07"} & set(result.stdout)
+
+
 def test_markdown_of_a_report() -> None:
     grid = Grid(["name", "n"], [["a", "1"], ["b", "2"]], "Title")
     text = as_markdown(Report("R", ["one", "two"], [grid], [], {}))
@@ -500,7 +514,7 @@ def test_one_failure_among_answers_is_told(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stderr == f"tern: 1 requests failed; the first: {url}: answered 500: out of memory\n"
     assert re.search(r"^\| 2 \| [\d.]+ \| 5 \| 0 \| 1 \|", result.stdout, re.MULTILINE)
-    assert "\x1b" not in result.stdout
+    assert "\x1b" not in result.stdout and r"- made\x1bup: prompts of " in result.stdout
 
 
 def test_what_a_level_makes_of_its_answers() -> None:

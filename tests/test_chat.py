@@ -309,6 +309,21 @@ def test_a_model_without_template_continues_the_text(monkeypatch: pytest.MonkeyP
     assert "no chat template" in notes[0] and re.search(STATS, notes[-1])
 
 
+def test_names_of_files_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    evil, safe = tmp_path / "a\x1b]0;b\x07.gguf", r"a\x1b]0;b\x07.gguf"
+    evil.symlink_to(TINY)
+    done = piped("In the beginning", str(evil), "--threads", "1", "--max-tokens", "1")
+    assert done.returncode == 0
+    assert f"note: {safe} has no chat template" in done.stderr and "\x1b" not in done.stderr
+    chat = Chat(tmp_path, str(evil), "--threads", "1")
+    try:
+        # What a terminal was sent before the first prompt, escapes of colours included.
+        assert f"{safe} · context of " in chat.process.before
+        assert "\x1b]0;b\x07" not in chat.process.before
+    finally:
+        chat.process.close(force=True)
+
+
 @contextlib.contextmanager
 def answering_in_a_pipe() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A chat in the middle of a long answer, and the pipe that this comes through."""

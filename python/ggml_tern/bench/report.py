@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ggml_tern.plots import Panel
+from ggml_tern.tensors.names import printable, printable_lines
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Report:
 def print_report(report: Report, console: Console) -> None:
     def say(text: str) -> None:
         # Whole lines for a pipe; on a terminal, words stay whole.
+        text = printable_lines(text)
         console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
     say(report.title)
@@ -52,10 +54,11 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def as_markdown(report: Report) -> str:
-    parts = [f"# {report.title}", "\n".join(f"- {fact}" for fact in report.facts)]
+    facts = "\n".join(f"- {printable(fact)}" for fact in report.facts)
+    parts = [f"# {printable(report.title)}", facts]
     for grid in report.grids:
         if grid.title:
-            parts.append(f"## {grid.title}")
+            parts.append(f"## {printable(grid.title)}")
         lines = [grid.columns, ["---:"] * len(grid.columns), *grid.rows]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts) + "\n"

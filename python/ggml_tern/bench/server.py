@@ -23,7 +23,6 @@ from ggml_tern.client.endpoint import PATIENCE, Endpoint, Exchange, ServerError,
 from ggml_tern.client.events import Delta, Event
 from ggml_tern.client.llama import model_names
 from ggml_tern.plots import Panel
-from ggml_tern.tensors.names import printable
 
 #: Words that are about one token each in most vocabularies.
 _TEXT = (
@@ -298,8 +297,7 @@ def report(server: Server, load: Load, levels: Sequence[Level], complete: bool) 
     prompts = [answer.n_prompt for level in levels for answer in level.answers if answer.n_prompt]
     n_prompt = f"{np.median(prompts):.0f} tokens" if prompts else f"{load.n_prompt} words"
     facts = [
-        f"{printable(server.model)}: prompts of {n_prompt}, no two alike, answers of up to "
-        f"{load.n_generate} tokens",
+        f"{server.model}: prompts of {n_prompt}, no two alike, answers of up to {load.n_generate} tokens",
         f"each number of users: up to {load.seconds:g} seconds or {load.requests} requests; what is then "
         "still being answered is cut off, and counts with its tokens",
         "each: median tokens/s of a request, waiting included; first: seconds until the first token; next: "

@@ -86,12 +86,12 @@ def chat_with_file(
     asked = demand(from_environment() | given(words) | {"model": str(model)})
     found = fit(replace(asked, most=DEFAULT_CONTEXT))
     for note in found.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     if found.context is not None:
         words = [*removed(words, ["ctx-size"]), "--ctx-size", str(found.context)]
     notes = Console(stderr=True)
     with local_server(source.first, words) as server:
-        with notes.status(Text(f"loading {model.name}", "dim")):
+        with notes.status(Text(f"loading {printable(model.name)}", "dim")):
             server.wait_until_ready()
         client = LlamaClient(unix_endpoint(server.socket, str(model)))
         _converse(client, model.name, options, question, server.check_alive)
@@ -172,7 +172,7 @@ def _without_template(model: Path, options: Options) -> Options:
         raise TernError(f"{model}: has no chat template, and so no system message; {way_out}")
     if not options.completes:
         print(
-            f"note: {model.name} has no chat template and continues what you write; {way_out}",
+            f"note: {printable(model.name)} has no chat template and continues what you write; {way_out}",
             file=sys.stderr,
         )
     return replace(options, completes=True)

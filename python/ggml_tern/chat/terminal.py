@@ -17,6 +17,7 @@ from ggml_tern.chat.prompt import QUOTES, prompt_session, question_of
 from ggml_tern.chat.view import AnswerWriter, context_notes, fill, speed, stats_line
 from ggml_tern.client.llama import Answer
 from ggml_tern.errors import TernError
+from ggml_tern.tensors.names import printable_lines
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Terminal:
         self._notes.print()
 
     def _note(self, text: str, style: str = "dim") -> None:
-        self._notes.print(Text(text, style))
+        # It may quote a server, or name a file.
+        self._notes.print(Text(printable_lines(text), style))
 
     # ---- commands ----
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ggml_tern.cli.kv_type import KV_TYPE
+from ggml_tern.tensors.names import printable
 
 if TYPE_CHECKING:
     from ggml_tern.bench.llama_bench import Settings
@@ -259,7 +260,7 @@ def bench_models(paths: Sequence[Path], settings: Settings, interrupts: Interrup
     contenders = [bench.open_model(path) for path in paths]
     settings, notes = bench.settle(contenders, settings)
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {printable(note)}", err=True)
     results = bench.Results(settings, contenders)
     rounds = bench.schedule(results.contenders, settings)
     n_calls = sum(map(len, rounds))
@@ -271,7 +272,8 @@ def bench_models(paths: Sequence[Path], settings: Settings, interrupts: Interrup
             nonlocal number
             interrupts.check()
             number += 1
-            what = f"{number} of {n_calls}: {call.contender.name}, context {call.point.context:,}"
+            name = printable(call.contender.name)
+            what = f"{number} of {n_calls}: {name}, context {call.point.context:,}"
             progress.update(task, description=what)
 
         with contextlib.suppress(KeyboardInterrupt):
@@ -300,7 +302,7 @@ def bench_one_server(
             complete = bench_server.measure(server, load, users, levels, start)
     code = interrupts.code
     if errors := [error for level in levels for error in level.errors]:
-        click.echo(f"tern: {len(errors)} requests failed; the first: {errors[0]}", err=True)
+        click.echo(f"tern: {len(errors)} requests failed; the first: {printable(errors[0])}", err=True)
         code = code or 1
     return bench_server.report(server, load, levels, complete), code
 

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from ggml_tern.tensors.names import printable_lines
 from ggml_tern.wrapping import print_wrapped
 
 STATUS_STYLE = {"ok": "green", "note": "yellow", "broken": "bold red"}
@@ -34,7 +35,7 @@ def command(program: str | None, json_output: bool) -> None:
         for check in checks:
             style = STATUS_STYLE[check.status]
             label = Text.assemble((f"{check.status:<8}", style), f"{check.name:<{longest}}  ")
-            print_wrapped(label, check.found, console)
+            print_wrapped(label, printable_lines(check.found), console)
             if check.mend:
-                print_wrapped(" " * len(label) + "→ ", check.mend, console, style)
+                print_wrapped(" " * len(label) + "→ ", printable_lines(check.mend), console, style)
     sys.exit(0 if examination.is_sound(checks) else 1)

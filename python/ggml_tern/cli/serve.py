@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ggml_tern.memory_size import MemorySize
+from ggml_tern.tensors.names import printable
 
 EPILOG = """
 \b
@@ -76,7 +77,7 @@ def command(
         raise click.UsageError("Give MODEL.gguf before any option, or --config FILE.yaml that names a model.")
     launch = serving.prepare(config, budget if budget is not None else config.budget, words)
     for line in launch.said:
-        click.echo(f"tern serve: {line}", err=True)
+        click.echo(f"tern serve: {printable(line)}", err=True)
     if dry_run:
         click.echo(serving.shown(launch))
         return

@@ -14,7 +14,7 @@ import click
 
 from ggml_tern.cli import bench, chat, doctor, env, hash, inspect, plan, repack, run, serve, verify
 from ggml_tern.errors import TernError
-from ggml_tern.tensors.names import printable
+from ggml_tern.tensors.names import printable_lines
 
 #: Commands that compare, as cmp and diff do: 1 is their answer "differs" or "does not fit", and trouble is 2.
 _COMPARING = ("hash", "plan", "verify")
@@ -64,5 +64,4 @@ def main() -> None:
 
 def _tell(error: TernError) -> None:
     # Of what is wrong with a configuration, there is a line each.
-    lines = "\n".join(printable(line) for line in str(error).split("\n"))
-    click.echo(f"tern: {lines}", err=True)
+    click.echo(f"tern: {printable_lines(str(error))}", err=True)

@@ -26,6 +26,7 @@ from ggml_tern.plan.arithmetic import (
 )
 from ggml_tern.plan.header import N_UBATCH, Model
 from ggml_tern.plots import Panel, write_plot
+from ggml_tern.tensors.names import printable_lines
 
 #: What the host, beside the device, is called in tables.
 HOST = "host CPU"
@@ -72,7 +73,7 @@ def print_plan(
     contexts would."""
 
     def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, highlight=False)
+        console.print(printable_lines(text), style=style, markup=False, highlight=False)
 
     sharing = "shared by" if parallel is None else "in equal parts for"
     conversations = "1 conversation" if planned.parallel == 1 else f"{planned.parallel} conversations"
