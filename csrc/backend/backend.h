@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace tern {
 
@@ -30,6 +31,8 @@ TileLayout layout_while_loading();
 // The treatment of a tensor by its bytes, or nullptr if none is known: see Models::find().
 const Treatment * find_treatment(std::string_view name, uint32_t file_type, const int64_t * shape,
                                  std::string_view data);
+// The rotations of all models that were opened so far.
+std::vector<const Rotation *> known_rotations();
 
 // ---- buffers.cpp ----
 

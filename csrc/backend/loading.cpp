@@ -356,4 +356,8 @@ const Treatment * find_treatment(std::string_view name, uint32_t file_type, cons
     return models().find(name, file_type, shape, data);
 }
 
+std::vector<const Rotation *> known_rotations() {
+    return models().rotations();
+}
+
 }  // namespace tern

@@ -160,7 +160,7 @@ ggml_backend_reg_t connect_and_register(const void * caller) {
 void meet_newcomers() {
     hook_loaders();
     if (is_registered()) {
-        graft_gpus(registry(), find_treatment);
+        graft_gpus(registry(), {find_treatment, known_rotations});
     }
 }
 

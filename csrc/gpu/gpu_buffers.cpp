@@ -76,7 +76,7 @@ struct Rows {
 
 // The whole tensor's bytes, as in the file, say what it needs.
 void note_treatment(const GraftedDevice & device, ggml_tensor * w, const uint8_t * bytes) {
-    const Treatment * treatment = device.find_treatment(
+    const Treatment * treatment = device.facts.find_treatment(
         w->name, ternary_type_of(w->type)->id, w->ne,
         {reinterpret_cast<const char *>(bytes), static_cast<size_t>(row_count(w)) * row_bytes(w)});
     w->extra = const_cast<Treatment *>(treatment);
@@ -179,8 +179,8 @@ size_t get_alloc_size(ggml_backend_buffer_type_t type, const ggml_tensor * tenso
 
 }  // namespace
 
-GraftedDevice::GraftedDevice(ggml_backend_dev_t device, FindTreatment find_treatment)
-    : device(device), find_treatment(find_treatment), stock(device->iface),
+GraftedDevice::GraftedDevice(ggml_backend_dev_t device, const ModelFacts & facts)
+    : device(device), facts(facts), stock(device->iface),
       stock_buffer_type(host().ggml_backend_dev_buffer_type(device)),
       name(std::string(host().ggml_backend_buft_name(stock_buffer_type)) + "_TERN"),
       offered_type(stock_buffer_type, offered_name, alloc_buffer, get_alloc_size),

@@ -5,6 +5,7 @@
 #include "../plan/ternary_nodes.h"
 #include "gpu_steps.h"
 #include "grafted_device.h"
+#include "self_test.h"
 #include "twin.h"
 
 #include <algorithm>
@@ -147,7 +148,11 @@ bool supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
     twin.buffer = nullptr;  // it may be one that llama.cpp made up to ask, which the stock backend does not know
     ggml_tensor of_twin = *op;
     of_twin.src[0] = &twin;
-    return stock(device, &of_twin);
+    if (!stock(device, &of_twin)) {
+        return false;
+    }
+    // A matrix without memory is one for which llama.cpp looks for a place.
+    return w->data != nullptr || passes_self_test(*grafted(device), op);
 }
 
 bool supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_type_t type) {
@@ -253,7 +258,7 @@ void note(ggml_backend_dev_t device, const std::string & refusal) {
 }
 
 // Before its functions are replaced, the registry's must know what was there.
-std::string take_over(ggml_backend_dev_t device, FindTreatment find_treatment) {
+std::string take_over(ggml_backend_dev_t device, const ModelFacts & facts) {
     const size_t count = devices().count.load(std::memory_order_relaxed);
     if (count == Devices::MAX) {
         return "there are too many devices";
@@ -271,7 +276,7 @@ std::string take_over(ggml_backend_dev_t device, FindTreatment find_treatment) {
             patches.push_back(patch(registry->iface.get_proc_address, &get_proc_address));
         }
     }
-    devices().list[count].store(new GraftedDevice(device, find_treatment), std::memory_order_relaxed);
+    devices().list[count].store(new GraftedDevice(device, facts), std::memory_order_relaxed);
     devices().count.store(count + 1, std::memory_order_release);
     std::string error;
     write_patches(patches, error);
@@ -300,7 +305,7 @@ bool is_stored_as_twin(const ggml_tensor * w) {
     return has_twin(w->type) && whole->buffer != nullptr && device_of_buffer_type(whole->buffer->buft) != nullptr;
 }
 
-void graft_gpus(ggml_backend_reg_t ours, FindTreatment find_treatment) {
+void graft_gpus(ggml_backend_reg_t ours, const ModelFacts & facts) {
     if (!is_wanted()) {
         return;
     }
@@ -323,7 +328,7 @@ void graft_gpus(ggml_backend_reg_t ours, FindTreatment find_treatment) {
             }
             std::string refusal = obstacle(device);
             if (refusal.empty()) {
-                refusal = take_over(device, find_treatment);
+                refusal = take_over(device, facts);
             }
             note(device, refusal);
         }
@@ -335,6 +340,14 @@ std::vector<GpuStatus> gpu_statuses() {
     std::vector<GpuStatus> found;
     for (const auto & entry : statuses().all) {
         found.push_back(entry.second);
+        if (GraftedDevice * device = grafted(entry.first)) {
+            const std::lock_guard<std::mutex> testing(device->testing);
+            found.back().n_tests = device->tested.size();
+            found.back().test_ms = device->test_ms;
+            if (!device->failure.empty()) {
+                found.back().refusal = "its self-test failed: " + device->failure;
+            }
+        }
     }
     return found;
 }

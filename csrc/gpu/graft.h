@@ -9,8 +9,8 @@
 //
 // That memory is the stock one, of a buffer type that is a copy of the stock one's but for the size of a tensor, and whose buffers
 // translate a tensor of our types to its twin (twin.h) when its bytes arrive. Everything else stays the stock backend's own: the
-// names, the devices, what it thinks of them. A device is left as it is where it has no kernels for Q2_0, or where its tables are
-// not what we know; one line on stderr says so.
+// names, the devices, what it thinks of them. A device is left as it is where it has no kernels for Q2_0, where its tables are
+// not what we know, or where its self-test fails (self_test.h); one line on stderr says so.
 //
 // Devices appear at any time: an RPC server when the command line is read, a backend when it is loaded. So whoever is asked for
 // something before a model is opened calls graft_gpus().
@@ -25,19 +25,26 @@
 
 namespace tern {
 
-// Tells the treatment of a tensor by its bytes, nullptr where none is known: see Models::find().
-using FindTreatment = const Treatment * (*)(std::string_view name, uint32_t file_type, const int64_t * shape,
-                                            std::string_view data);
+// What the models say that were opened so far.
+struct ModelFacts {
+    // The treatment of a tensor by its bytes, nullptr where none is known: see Models::find().
+    const Treatment * (*find_treatment)(std::string_view name, uint32_t file_type, const int64_t * shape,
+                                        std::string_view data);
+    // All rotations of their weights.
+    std::vector<const Rotation *> (*rotations)();
+};
 
 // Takes over the GPUs that are there and not taken over yet. ours: our own registry, which is left alone. Safe from any thread,
 // and cheap when there is nothing to do.
-void graft_gpus(ggml_backend_reg_t ours, FindTreatment find_treatment);
+void graft_gpus(ggml_backend_reg_t ours, const ModelFacts & facts);
 
 // What became of each GPU.
 struct GpuStatus {
     std::string name;
     std::string description;
     std::string refusal;  // why it is left alone; empty where it is not
+    size_t n_tests = 0;   // of its self-test, so far
+    double test_ms = 0;   // what they took
 };
 std::vector<GpuStatus> gpu_statuses();
 

@@ -31,6 +31,7 @@ namespace tern {
     X(ggml_new_tensor_3d)                                                                                              \
     X(ggml_mul_mat)                                                                                                    \
     X(ggml_mul_mat_id)                                                                                                 \
+    X(ggml_get_rows)                                                                                                   \
     X(ggml_view_1d)                                                                                                    \
     X(ggml_view_4d)                                                                                                    \
     X(ggml_reshape_4d)                                                                                                 \

@@ -37,6 +37,16 @@ const Rotation * Models::keep(std::shared_ptr<const Rotation> rotation) {
     return rotations_.emplace_back(std::move(rotation)).get();
 }
 
+std::vector<const Rotation *> Models::rotations() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<const Rotation *> all;
+    all.reserve(rotations_.size());
+    for (const auto & kept : rotations_) {
+        all.push_back(kept.get());
+    }
+    return all;
+}
+
 void Models::remember(const std::vector<Entry> & entries) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const Entry & entry : entries) {

@@ -58,6 +58,9 @@ class Models {
     // The rotation, kept for good; equal ones are kept once, so that pointers can be compared.
     const Rotation * keep(std::shared_ptr<const Rotation> rotation);
 
+    // All that are kept.
+    std::vector<const Rotation *> rotations() const;
+
     // Remembers all of these or none. Throws FormatError where another file has the very same tensor with another treatment, so
     // that nothing would tell the two apart.
     void remember(const std::vector<Entry> & entries);
