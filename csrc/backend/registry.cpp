@@ -36,7 +36,8 @@ ggml_backend_feature * get_features(ggml_backend_reg_t) {
     return features;
 }
 
-// How the plug-in sits in its host, for `tern doctor` and for tests: one "key=value" a line.
+// How the plug-in sits in its host, for `tern doctor` and for tests: one "key=value" a line. Of each GPU, separated by tabs: its name, its
+// description, how many tests it was put to, how many milliseconds they took, and why it is left alone, if it is.
 const char * get_status() {
     static std::mutex mutex;
     static std::string status;
@@ -46,11 +47,20 @@ const char * get_status() {
              "\napi_version=" + std::to_string(host().api_version) + "\nisa=" + isa().name +
              "\nhooked_slots=" + std::to_string(hooked_slots()) + "\nknows_q2_0=" + (host().knows_q2_0 ? "1" : "0") +
              "\n";
-    for (const GpuStatus & gpu : gpu_statuses()) {
-        status += "gpu=" + gpu.name + "\t" + gpu.description + "\t" +
-                  (gpu.refusal.empty() ? "taken over" : gpu.refusal) + "\n";
+    const std::vector<GpuStatus> gpus = gpu_statuses();
+    for (size_t i = 0; i < gpus.size(); i++) {
+        char tests[64];
+        std::snprintf(tests, sizeof(tests), "%zu\t%.0f", gpus[i].n_tests, gpus[i].test_ms);
+        status += "gpu" + std::to_string(i) + "=" + gpus[i].name + "\t" + gpus[i].description + "\t" + tests + "\t" +
+                  gpus[i].refusal + "\n";
     }
     return status.c_str();
+}
+
+// For `tern doctor`: has the GPUs prove what they compute, without a model.
+void test_all_gpus() {
+    meet_newcomers();
+    test_gpus();
 }
 
 // Of a device: tiles, in the layout for the model that is being loaded. nullptr ends the list.
@@ -72,6 +82,9 @@ void * get_proc_address(ggml_backend_reg_t, const char * name) {
     }
     if (std::strcmp(name, "ggml_backend_get_features") == 0) {
         return reinterpret_cast<void *>(get_features);
+    }
+    if (std::strcmp(name, "ggml_tern_test_gpus") == 0) {
+        return reinterpret_cast<void *>(test_all_gpus);
     }
     if (std::strcmp(name, "ggml_tern_status") == 0) {
         return reinterpret_cast<void *>(get_status);

@@ -335,6 +335,12 @@ void graft_gpus(ggml_backend_reg_t ours, const ModelFacts & facts) {
     }
 }
 
+void test_gpus() {
+    for (size_t i = 0; i < devices().count.load(std::memory_order_acquire); i++) {
+        test_products(*devices().list[i].load(std::memory_order_relaxed));
+    }
+}
+
 std::vector<GpuStatus> gpu_statuses() {
     const std::lock_guard<std::mutex> lock(statuses().mutex);
     std::vector<GpuStatus> found;

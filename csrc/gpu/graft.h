@@ -48,4 +48,7 @@ struct GpuStatus {
 };
 std::vector<GpuStatus> gpu_statuses();
 
+// Has every GPU that was taken over prove what it computes (self_test.h), without a model.
+void test_gpus();
+
 }  // namespace tern

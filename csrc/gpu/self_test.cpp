@@ -289,18 +289,12 @@ std::string run(GraftedDevice & device, const ggml_tensor * op, const Rotation *
     }
 }
 
-}  // namespace
-
-bool passes_self_test(GraftedDevice & device, const ggml_tensor * op) {
+// Tests an operation with a matrix that is rotated in each of these ways (nullptr: not), where that was not done yet.
+bool passes(GraftedDevice & device, const ggml_tensor * op, const std::vector<const Rotation *> & rotations) {
     if (!is_wanted()) {
         return true;
     }
     const std::lock_guard<std::mutex> lock(device.testing);
-    std::vector<const Rotation *> rotations{nullptr};
-    if (is_treated(op->src[0]->type)) {
-        const std::vector<const Rotation *> known = device.facts.rotations();
-        rotations.insert(rotations.end(), known.begin(), known.end());
-    }
     for (const Rotation * rotation : rotations) {
         const std::tuple kind(static_cast<int32_t>(op->op), static_cast<uint32_t>(op->src[0]->type), rotation);
         if (!device.failure.empty() || device.tested.count(kind) != 0) {
@@ -318,6 +312,37 @@ bool passes_self_test(GraftedDevice & device, const ggml_tensor * op) {
         }
     }
     return device.failure.empty();
+}
+
+}  // namespace
+
+bool passes_self_test(GraftedDevice & device, const ggml_tensor * op) {
+    std::vector<const Rotation *> rotations{nullptr};
+    if (is_treated(op->src[0]->type)) {
+        const std::vector<const Rotation *> known = device.facts.rotations();
+        rotations.insert(rotations.end(), known.begin(), known.end());
+    }
+    return passes(device, op, rotations);
+}
+
+void test_products(GraftedDevice & device) {
+    static const Rotation rotation = [] {
+        constexpr int64_t BLOCK = 1024;
+        Rotation made{2 * BLOCK, BLOCK, std::vector<float>(2 * BLOCK, 1), 0, 0};
+        for (size_t i = 0; i < made.signs.size(); i += 3) {
+            made.signs[i] = -1;
+        }
+        return made;
+    }();
+    const Context context(host().ggml_init({8 * host().ggml_tensor_overhead(), nullptr, /*no_alloc=*/true}));
+    if (context == nullptr) {
+        return;
+    }
+    ggml_tensor * x = host().ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, N_IN, 1, 1);
+    for (const uint32_t slot : {SLOT_PQ2_0, SLOT_PQ2_0_TREATED}) {
+        ggml_tensor * w = host().ggml_new_tensor_3d(context.get(), static_cast<ggml_type>(slot), N_IN, N_OUT, 1);
+        passes(device, host().ggml_mul_mat(context.get(), w, x), {slot == SLOT_PQ2_0 ? nullptr : &rotation});
+    }
 }
 
 }  // namespace tern

@@ -14,4 +14,7 @@ namespace tern {
 // was not tested yet, and says on stderr when it fails. Safe from any thread.
 bool passes_self_test(GraftedDevice & device, const ggml_tensor * op);
 
+// Tests a product with PQ2_0, and one that is rotated in blocks of 1024 as released models are, for those who have no model at hand.
+void test_products(GraftedDevice & device);
+
 }  // namespace tern

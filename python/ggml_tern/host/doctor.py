@@ -27,15 +27,18 @@ from ggml_tern.host.stock import (
     DEVICE_VARIABLE,
     LLAMA_LIBRARY_VARIABLE,
     PLUGIN_NAME,
+    REGISTRY,
     bindings_command,
     clash_of_bindings,
     find_llama_cpp_python,
+    gpus_of,
     host_environment,
     install_dir,
     llama_cpp_dir,
     llama_cpp_version,
     plugin_path,
 )
+from ggml_tern.tensors.names import printable
 
 REBUILD = "install the package again: pip install --force-reinstall . (or make build)"
 BUILD_HERE = (
@@ -43,6 +46,8 @@ BUILD_HERE = (
     "(-DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON)"
 )
 SECONDS_TO_START = 60.0
+#: A driver may have to compile its shaders first.
+SECONDS_FOR_GPUS = 300.0
 
 CPUINFO = Path("/proc/cpuinfo")
 # The instruction sets that the kernels know, as /proc/cpuinfo names them.
@@ -108,7 +113,7 @@ class Outcome:
         return refusals[-1] if refusals else last
 
 
-def run_child(command: list[str], environment: dict[str, str]) -> Outcome:
+def run_child(command: list[str], environment: dict[str, str], seconds: float = SECONDS_TO_START) -> Outcome:
     """Run ``command`` to its end. A crash in it is a finding, not the end of the doctor."""
     try:
         result = subprocess.run(
@@ -119,10 +124,10 @@ def run_child(command: list[str], environment: dict[str, str]) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=SECONDS_TO_START,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(1, f"no answer in {SECONDS_TO_START:.0f} seconds")
+        return Outcome(1, f"no answer in {seconds:.0f} seconds")
     except OSError as error:
         return Outcome(1, str(error.strerror))
     return Outcome(result.returncode, result.stdout)
@@ -133,10 +138,13 @@ def check_package() -> Check:
     return Check("package", Status.OK, found)
 
 
-def run_python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Outcome:
+def run_python(
+    code: str, *arguments: str, environment: dict[str, str] | None = None, seconds: float = SECONDS_TO_START
+) -> Outcome:
     """Run code in a Python like this one, where a crash does no harm."""
     # -P: not the modules of the working directory.
-    return run_child([sys.executable, "-P", "-c", code, *arguments], environment or dict(os.environ))
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    return run_child(command, environment or dict(os.environ), seconds)
 
 
 def cpu_features() -> set[str]:
@@ -307,6 +315,8 @@ else:
     host.enable()
     import llama_cpp.llama_cpp
     library = llama_cpp.llama_cpp._lib
+if "gpus" in sys.argv[3:]:
+    host.test_gpus(library)
 maps = open("/proc/self/maps").read().split("\\n")
 loaded = sorted({line.split(maxsplit=5)[5] for line in maps if "/libggml.so" in line})
 print(json.dumps(host.plugin_status(library) | {"library": library._name, "libggml": loaded}))
@@ -318,14 +328,15 @@ def probe_library(environment: dict[str, str], *arguments: str) -> dict[str, Any
 
     arguments: of LIBRARY_PROBE.
     """
-    outcome = run_python(LIBRARY_PROBE, *arguments, environment=environment)
+    seconds = SECONDS_FOR_GPUS if "gpus" in arguments else SECONDS_TO_START
+    outcome = run_python(LIBRARY_PROBE, *arguments, environment=environment, seconds=seconds)
     return outcome.failure() if outcome.code != 0 else dict(json.loads(outcome.last_line()))
 
 
 def probe_libraries_of(
-    program: Path, libraries: binaries.Libraries, environment: dict[str, str]
+    program: Path, libraries: binaries.Libraries, environment: dict[str, str], *words: str
 ) -> dict[str, Any] | str:
-    """`probe_library` of the libraries that a program gets."""
+    """`probe_library` of the libraries that a program gets. words: more arguments of LIBRARY_PROBE."""
     files = libraries.of_llama_cpp
     whole = [files[name] for stem in ("libllama.so", "libggml.so") for name in files if name.startswith(stem)]
     if not whole:
@@ -334,7 +345,34 @@ def probe_libraries_of(
     folders = dict.fromkeys(str(path.parent) for path in files.values())
     searched = [*folders, *filter(None, [environment.get(LIBRARY_PATH_VARIABLE)])]
     environment = environment | {LIBRARY_PATH_VARIABLE: os.pathsep.join(searched)}
-    return probe_library(environment, str(whole[0]), str(program.parent))
+    return probe_library(environment, str(whole[0]), str(program.parent), *words)
+
+
+def check_gpus(program: Path) -> Iterator[Check]:
+    """Have each GPU that a program's own llama.cpp shows multiply with ternary matrices."""
+    environment = host_environment(stock=False, program=program)
+    del environment[DEVICE_VARIABLE]
+    outcome = run_child([str(program), "--list-devices"], environment)
+    shown = re.findall(r"^ +([A-Za-z]\w*): ", outcome.text, flags=re.MULTILINE)
+    if not any(not name.startswith(REGISTRY) for name in shown):
+        return
+    try:
+        libraries = binaries.libraries_of(binaries.read(program), environment)
+        found = probe_libraries_of(program, libraries, environment, "gpus")
+    except TernError as error:
+        found = str(error)
+    if isinstance(found, str):
+        yield Check(f"GPUs of {program.name}", Status.NOTE, f"could not be tried: {found}")
+        return
+    for gpu in gpus_of(found):
+        name = f"GPU {printable(gpu.name)}"
+        description = printable(gpu.description)
+        if gpu.refusal:
+            mend = "that GPU runs the rest of llama.cpp; ternary matrices are multiplied by the processor"
+            yield Check(name, Status.NOTE, f"{description}: left alone: {printable(gpu.refusal)}", mend)
+        else:
+            tried = f"{gpu.n_tests} self-tests passed in {gpu.test_ms} ms" if gpu.n_tests else "not tested"
+            yield Check(name, Status.OK, f"{description}: runs ternary matrices; {tried}")
 
 
 def check_library(name: str, mend: str, environment: dict[str, str], *arguments: str) -> Check:
@@ -423,6 +461,8 @@ def examine(program: str | None) -> list[Check]:
             hosts.append(Path(on_path))
     if has_plugin:
         checks.extend(check_host(host) for host in hosts)
+        for host in hosts:
+            checks.extend(check_gpus(host))
         for library in libraries:
             environment = host_environment(stock=False, program=llama_cpp_dir() / "llama-server")
             arguments = (str(library), str(library.parent))

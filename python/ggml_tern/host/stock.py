@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ggml_tern.errors import TernError
 from ggml_tern.host import binaries
@@ -242,14 +245,50 @@ def plugin_status(library: ctypes.CDLL) -> dict[str, str]:
 
     Keys are ``version``, ``ggml_version``, ``api_version``, ``isa`` (of the kernels in use) and
     ``hooked_slots`` (how many of the host's calls of the GGUF reader come to the plug-in first; 0: no model
-    of ours can be opened).
+    of ours can be opened). ``gpu0``, ``gpu1``, ... are GPUs of the host: see `gpus_of`.
     """
+    status = ctypes.CFUNCTYPE(ctypes.c_char_p)(_function_of_plugin(library, "ggml_tern_status"))
+    return dict(line.split("=", 1) for line in status().decode().splitlines())
+
+
+def test_gpus(library: ctypes.CDLL) -> None:
+    """Have the GPUs of that llama.cpp prove that they multiply with ternary matrices.
+
+    The outcome is in the next `plugin_status`."""
+    ctypes.CFUNCTYPE(None)(_function_of_plugin(library, "ggml_tern_test_gpus"))()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of a host's own backend.
+
+    n_tests: products with known results that it was put to, which took test_ms milliseconds. refusal: why its
+    backend is left alone; empty where it runs ternary matrices.
+    """
+
+    name: str
+    description: str
+    n_tests: int
+    test_ms: int
+    refusal: str
+
+
+def gpus_of(status: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs in what `plugin_status` returned."""
+    found = []
+    for key, text in status.items():
+        if re.fullmatch(r"gpu\d+", key):
+            name, description, n_tests, test_ms, refusal = text.split("\t")
+            found.append(Gpu(name, description, int(n_tests), int(test_ms), refusal))
+    return found
+
+
+def _function_of_plugin(library: ctypes.CDLL, name: str) -> Any:
     find = library.ggml_backend_reg_by_name
     find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
     address_of = library.ggml_backend_reg_get_proc_address
     address_of.argtypes, address_of.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_void_p
-    status = ctypes.CFUNCTYPE(ctypes.c_char_p)(address_of(find(REGISTRY.encode()), b"ggml_tern_status"))
-    return dict(line.split("=", 1) for line in status().decode().splitlines())
+    return address_of(find(REGISTRY.encode()), name.encode())
 
 
 def enable() -> None:
