@@ -135,9 +135,18 @@ std::vector<uint8_t> plain_bytes(TiledBuffer & context, const ggml_tensor * tens
     return plain;
 }
 
+// The name that a tensor has in the file. Where ggml's scheduler copies a weight to another device, it calls the copy
+// "DEVICE#name#number".
+std::string_view name_in_file(const ggml_tensor * w) {
+    const std::string_view name = w->name;
+    const size_t begin = name.find('#');
+    const size_t end = name.rfind('#');
+    return begin == end ? name : name.substr(begin + 1, end - begin - 1);
+}
+
 const Treatment * look_up(const ggml_tensor * w, const uint8_t * plain) {
     const Matrices m(w);
-    return find_treatment(w->name, m.type.id, w->ne,
+    return find_treatment(name_in_file(w), m.type.id, w->ne,
                           {reinterpret_cast<const char *>(plain), m.plain_bytes() * m.count});
 }
 

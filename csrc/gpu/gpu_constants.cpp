@@ -67,4 +67,21 @@ ggml_tensor * GpuConstants::factors(const Rotation & rotation, int64_t n) {
     return found;
 }
 
+ggml_tensor * GpuConstants::product(const ggml_tensor * weights, const ggml_tensor * factors) {
+    ggml_tensor *& found = products_[{weights, factors}];
+    if (found == nullptr) {
+        const auto n = static_cast<size_t>(factors->ne[0]);
+        std::vector<float> values(n);
+        std::vector<float> by(n);
+        host().ggml_backend_tensor_get(weights, values.data(), 0, n * sizeof(float));
+        host().ggml_backend_tensor_get(factors, by.data(), 0, n * sizeof(float));
+        for (size_t i = 0; i < n; i++) {
+            values[i] *= by[i];
+        }
+        const int64_t flat[] = {factors->ne[0], 1, 1};
+        found = make(flat, values);
+    }
+    return found;
+}
+
 }  // namespace tern

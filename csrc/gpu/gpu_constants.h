@@ -23,6 +23,9 @@ class GpuConstants {
     // what joining does not do. [n_in], or [head, repeat, n_k] where P swaps heads. nullptr where all are 1.
     ggml_tensor * factors(const Rotation & rotation, int64_t n);
 
+    // The weights of a norm times such factors, [n_in]. Reads the weights from the device.
+    ggml_tensor * product(const ggml_tensor * weights, const ggml_tensor * factors);
+
   private:
     struct Freed {
         void operator()(ggml_context * context) const { host().ggml_free(context); }
@@ -40,6 +43,7 @@ class GpuConstants {
     std::vector<Constant> made_;
     std::map<int64_t, ggml_tensor *> hadamards_;
     std::map<std::pair<const Rotation *, int64_t>, ggml_tensor *> factors_;
+    std::map<std::pair<const ggml_tensor *, const ggml_tensor *>, ggml_tensor *> products_;
 };
 
 }  // namespace tern

@@ -102,11 +102,9 @@ struct GpuSteps::State {
     ggml_context * context = nullptr;
     std::deque<ggml_tensor> twins;
     struct Swap {
-        ggml_tensor * node;
-        ggml_tensor * w;
-        ggml_tensor * x;
-        ggml_tensor * twin;
-        ggml_tensor * rotated;
+        ggml_tensor ** source;  // of a node
+        ggml_tensor * original;
+        ggml_tensor * replacement;
     };
     std::vector<Swap> swaps;
 
@@ -172,17 +170,51 @@ struct GpuSteps::State {
         nodes.push_back(node);
     }
 
+    void swap(ggml_tensor *& source, ggml_tensor * replacement) { swaps.push_back({&source, source, replacement}); }
+
     // Columns of blocks: [size, rest].
     ggml_tensor * blocks_of(ggml_tensor * x, int64_t size) {
         const int64_t n = x->ne[0] * x->ne[1] * x->ne[2] * x->ne[3];
         return view(host().ggml_reshape_4d(context, x, size, n / size, 1, 1));
     }
 
-    // H(s * P(x)), [n_in, columns], contiguous.
-    ggml_tensor * rotate(ggml_tensor * x, const Rotation & rotation) {
+    // Where x is a norm times its weights, and nobody but products of this activation sees it, its weights can take the factors.
+    // Returns whether they did.
+    bool fold_factors(const ggml_cgraph * graph, const Plan & plan, int activation, ggml_tensor * factors) {
+        ggml_tensor * x = const_cast<ggml_tensor *>(plan.activations[static_cast<size_t>(activation)].x);
+        const bool is_norm = x->op == host().op_mul && x->src[0]->op == host().op_rms_norm && x->view_src == nullptr &&
+                             (x->flags & GGML_TENSOR_FLAG_OUTPUT) == 0;
+        // Without a number of its own a graph may be a piece of one, cut so that somebody can look at the values.
+        if (!is_norm || graph->uid == 0 || !host().has_graph_uids) {
+            return false;
+        }
+        ggml_tensor * weights = x->src[1];
+        if (weights->op != host().op_none || weights->type != GGML_TYPE_F32 || weights->buffer == nullptr ||
+            host().ggml_nbytes(weights) != host().ggml_nbytes(factors) || weights->ne[0] != factors->ne[0]) {
+            return false;
+        }
+        int n_products = 0;
+        int index = -1;
+        for (size_t i = 0; i < plan.steps.size(); i++) {
+            const Plan::Step & step = plan.steps[i];
+            if (step.node == x) {
+                index = static_cast<int>(i);
+            }
+            const bool is_product = step.activation == activation && is_stored_as_twin(step.node->src[0]);
+            n_products += is_product ? 1 : 0;
+        }
+        // All that use x in the whole graph, of which this may be a part.
+        if (index < 0 || ggml_node_get_use_count(graph, index) != n_products) {
+            return false;
+        }
+        swap(x->src[1], constants.product(weights, factors));
+        return true;
+    }
+
+    // H(s * P(x)), [n_in, columns], contiguous. factors: see GpuConstants, or nullptr.
+    ggml_tensor * rotate(ggml_tensor * x, const Rotation & rotation, ggml_tensor * factors) {
         const int64_t n = std::min(rotation.block, MAX_HADAMARD);
         const int64_t n_cols = x->ne[1] * x->ne[2] * x->ne[3];
-        ggml_tensor * factors = constants.factors(rotation, n);
         Place place = FIRST;
         const auto other_place = [&] { return place = place == FIRST ? SECOND : FIRST; };
         ggml_tensor * y = x;
@@ -266,13 +298,20 @@ struct GpuSteps::State {
             if (step.kind != Plan::Kind::LOOK_UP && step.treatment->rotation != nullptr) {
                 ggml_tensor *& y = rotated[static_cast<size_t>(step.activation)];
                 if (y == nullptr) {
-                    y = rotate(x, *step.treatment->rotation);
+                    const Rotation & rotation = *step.treatment->rotation;
+                    ggml_tensor * factors = constants.factors(rotation, std::min(rotation.block, MAX_HADAMARD));
+                    if (factors != nullptr && rotation.n_v == 0 &&
+                        fold_factors(graph, plan, step.activation, factors)) {
+                        factors = nullptr;
+                    }
+                    y = rotate(x, rotation, factors);
                     y = view(host().ggml_reshape_4d(context, y, x->ne[0], x->ne[1], x->ne[2], x->ne[3]));
                 }
                 x = y;
             }
             twins.push_back(twin_of(node->src[0]));
-            swaps.push_back({node, node->src[0], node->src[1], &twins.back(), x});
+            swap(node->src[0], &twins.back());
+            swap(node->src[1], x);
             nodes.push_back(node);
         }
         if (any && graph->n_nodes > 0) {
@@ -352,8 +391,7 @@ ggml_status GpuSteps::compute(ggml_cgraph * graph, const std::function<ggml_stat
         return GGML_STATUS_ALLOC_FAILED;
     }
     for (const State::Swap & swap : state.swaps) {
-        swap.node->src[0] = swap.twin;
-        swap.node->src[1] = swap.rotated;
+        *swap.source = swap.replacement;
     }
     ggml_cgraph made = *graph;
     made.nodes = state.nodes.data();
@@ -361,8 +399,7 @@ ggml_status GpuSteps::compute(ggml_cgraph * graph, const std::function<ggml_stat
     made.uid = state.made_uid;
     const ggml_status status = run(&made);
     for (const State::Swap & swap : state.swaps) {
-        swap.node->src[0] = swap.w;
-        swap.node->src[1] = swap.x;
+        *swap.source = swap.original;
     }
     return status;
 }

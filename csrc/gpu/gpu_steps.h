@@ -10,7 +10,8 @@
 //
 // The rotation H(s * P(x)) is made of stock nodes:
 //
-//   s * P(x)   MUL with a constant; P is a view of x with two dimensions swapped
+//   s * P(x)   MUL with a constant; P is a view of x with two dimensions swapped. Where x is a norm that nobody else sees, its
+//              weights take the signs, and there is no node.
 //   H          MUL_MAT with a constant Hadamard matrix of up to 512, and the hint by which backends know that it is one. The
 //              matrix is there, so that those who do not know the hint multiply all the same.
 //   H(2n)      of larger blocks: ADD and SUB of the two halves of H(n); what is lacking of 1/sqrt(2) is in s

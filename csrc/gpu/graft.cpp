@@ -283,6 +283,26 @@ std::string take_over(ggml_backend_dev_t device, const ModelFacts & facts) {
     return error;
 }
 
+// Our own registry, whose devices must not be asked for anything while a lock is held: they look for newcomers first.
+std::atomic<ggml_backend_reg_t> g_ours{nullptr};
+
+// Calls work(device) for those that are registered: others may have been unloaded.
+template <typename Work> void for_each_gpu(const Work & work) {
+    for (size_t r = 0; r < host().ggml_backend_reg_count(); r++) {
+        ggml_backend_reg_t registry = host().ggml_backend_reg_get(r);
+        if (registry == g_ours) {
+            continue;
+        }
+        for (size_t d = 0; d < host().ggml_backend_reg_dev_count(registry); d++) {
+            ggml_backend_dev_t device = host().ggml_backend_reg_dev_get(registry, d);
+            const auto type = host().ggml_backend_dev_type(device);
+            if (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU) {
+                work(device);
+            }
+        }
+    }
+}
+
 bool is_wanted() {
     static const char * const word = std::getenv("TERN_GPU");
     return word == nullptr || std::strcmp(word, "0") != 0;
@@ -309,52 +329,50 @@ void graft_gpus(ggml_backend_reg_t ours, const ModelFacts & facts) {
     if (!is_wanted()) {
         return;
     }
+    g_ours = ours;
     const std::lock_guard<std::mutex> lock(statuses().mutex);
-    for (size_t r = 0; r < host().ggml_backend_reg_count(); r++) {
-        ggml_backend_reg_t registry = host().ggml_backend_reg_get(r);
-        if (registry == ours) {
-            continue;
+    for_each_gpu([&](ggml_backend_dev_t device) {
+        if (device->iface.supports_op == supports_op) {
+            return;
         }
-        for (size_t d = 0; d < host().ggml_backend_reg_dev_count(registry); d++) {
-            ggml_backend_dev_t device = host().ggml_backend_reg_dev_get(registry, d);
-            const auto type = host().ggml_backend_dev_type(device);
-            if ((type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) ||
-                device->iface.supports_op == supports_op) {
-                continue;
-            }
-            const auto known = statuses().all.find(device);
-            if (known != statuses().all.end() && !known->second.refusal.empty()) {
-                continue;
-            }
-            std::string refusal = obstacle(device);
-            if (refusal.empty()) {
-                refusal = take_over(device, facts);
-            }
-            note(device, refusal);
+        const auto known = statuses().all.find(device);
+        if (known != statuses().all.end() && !known->second.refusal.empty()) {
+            return;
         }
-    }
+        std::string refusal = obstacle(device);
+        if (refusal.empty()) {
+            refusal = take_over(device, facts);
+        }
+        note(device, refusal);
+    });
 }
 
 void test_gpus() {
-    for (size_t i = 0; i < devices().count.load(std::memory_order_acquire); i++) {
-        test_products(*devices().list[i].load(std::memory_order_relaxed));
-    }
+    for_each_gpu([](ggml_backend_dev_t device) {
+        if (device->iface.supports_op == supports_op) {
+            test_products(*grafted(device));
+        }
+    });
 }
 
 std::vector<GpuStatus> gpu_statuses() {
     const std::lock_guard<std::mutex> lock(statuses().mutex);
     std::vector<GpuStatus> found;
-    for (const auto & entry : statuses().all) {
-        found.push_back(entry.second);
-        if (GraftedDevice * device = grafted(entry.first)) {
-            const std::lock_guard<std::mutex> testing(device->testing);
-            found.back().n_tests = device->tested.size();
-            found.back().test_ms = device->test_ms;
-            if (!device->failure.empty()) {
-                found.back().refusal = "its self-test failed: " + device->failure;
+    for_each_gpu([&](ggml_backend_dev_t device) {
+        const auto known = statuses().all.find(device);
+        if (known == statuses().all.end()) {
+            return;
+        }
+        found.push_back(known->second);
+        if (GraftedDevice * of_device = grafted(device)) {
+            const std::lock_guard<std::mutex> testing(of_device->testing);
+            found.back().n_tests = of_device->tested.size();
+            found.back().test_ms = of_device->test_ms;
+            if (!of_device->failure.empty()) {
+                found.back().refusal = "its self-test failed: " + of_device->failure;
             }
         }
-    }
+    });
     return found;
 }
 

@@ -83,12 +83,20 @@ bool find_ops(HostApi & api, std::string & missing) {
         const char * name;
         ggml_op & op;
     } wanted[] = {
-        {"MUL_MAT", api.op_mul_mat},     {"MUL_MAT_ID", api.op_mul_mat_id},
-        {"GET_ROWS", api.op_get_rows},   {"CUSTOM", api.op_custom},
-        {"NONE", api.op_none},           {"VIEW", api.op_view},
-        {"RESHAPE", api.op_reshape},     {"PERMUTE", api.op_permute},
-        {"TRANSPOSE", api.op_transpose}, {"FLASH_ATTN_EXT", api.op_flash_attn_ext},
-        {"UNARY", api.op_unary},         {"GLU", api.op_glu},
+        {"MUL_MAT", api.op_mul_mat},
+        {"MUL_MAT_ID", api.op_mul_mat_id},
+        {"GET_ROWS", api.op_get_rows},
+        {"CUSTOM", api.op_custom},
+        {"NONE", api.op_none},
+        {"VIEW", api.op_view},
+        {"RESHAPE", api.op_reshape},
+        {"PERMUTE", api.op_permute},
+        {"TRANSPOSE", api.op_transpose},
+        {"FLASH_ATTN_EXT", api.op_flash_attn_ext},
+        {"MUL", api.op_mul},
+        {"RMS_NORM", api.op_rms_norm},
+        {"UNARY", api.op_unary},
+        {"GLU", api.op_glu},
     };
     for (const auto & w : wanted) {
         if (!find_op(api, w.name, w.op)) {

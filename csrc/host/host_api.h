@@ -123,6 +123,8 @@ struct HostApi {
     ggml_op op_transpose{};
     ggml_op op_unary{};
     ggml_op op_glu{};
+    ggml_op op_mul{};
+    ggml_op op_rms_norm{};
     bool knows_q2_0 = false;      // whether type 42 is the host's own
     bool has_graph_uids = false;  // whether graphs that are the same can be told by ggml_cgraph::uid
 };
