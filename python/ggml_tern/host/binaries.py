@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggml_tern.errors import TernError
+from ggml_tern.host.child import run_to_end
 
 LIBRARY_PATH_VARIABLE = "LD_LIBRARY_PATH"
 
@@ -152,15 +153,10 @@ def libraries_of(program: Binary, environment: Mapping[str, str]) -> Libraries:
     # option alone.
     is_musl = "musl" in interpreter
     try:
-        listed = subprocess.run(
+        listed = run_to_end(
             [interpreter, *(["--list"] if is_musl else []), str(program.path.absolute())],
-            env={**environment, "LD_TRACE_LOADED_OBJECTS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS_TO_LIST,
+            {**environment, "LD_TRACE_LOADED_OBJECTS": "1"},
+            _SECONDS_TO_LIST,
         ).stdout
     except OSError as error:
         return Libraries({}, (f"its dynamic loader {interpreter}: {error.strerror}",))

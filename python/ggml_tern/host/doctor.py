@@ -20,6 +20,7 @@ from typing import Any
 from ggml_tern.errors import TernError
 from ggml_tern.host import binaries
 from ggml_tern.host.binaries import LIBRARY_PATH_VARIABLE
+from ggml_tern.host.child import run_to_end
 from ggml_tern.host.run import bundled_programs, find_program
 from ggml_tern.host.stock import (
     BACKEND_VARIABLE,
@@ -116,16 +117,7 @@ class Outcome:
 def run_child(command: list[str], environment: dict[str, str], seconds: float = SECONDS_TO_START) -> Outcome:
     """Run ``command`` to its end. A crash in it is a finding, not the end of the doctor."""
     try:
-        result = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
+        result = run_to_end(command, environment, seconds)
     except subprocess.TimeoutExpired:
         return Outcome(1, f"no answer in {seconds:.0f} seconds")
     except OSError as error:
