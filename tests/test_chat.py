@@ -26,6 +26,8 @@ from ggml_tern.chat.view import AnswerWriter
 from ggml_tern.client.endpoint import endpoint_of, unix_endpoint
 from ggml_tern.client.llama import Chunk, ContextFullError, LlamaClient
 from ggml_tern.errors import TernError
+from ggml_tern.host.devices import Choice
+from ggml_tern.host.run import find_program
 from llama_server import LLAMA_SERVER, ROOT, TERN, TINY, Server, serving
 from reference import gguf_files as files
 
@@ -492,7 +494,7 @@ def test_answer_that_is_left_stays_as_it_is(client: LlamaClient) -> None:
 
 def test_retry_reads_little_where_the_state_is_recurrent() -> None:
     options = server_options(context=512, threads=1, kv_type="q8_0")
-    with local_server(HYBRID, [*options, *CHATML]) as server:
+    with local_server(HYBRID, [*options, *CHATML], find_program("llama-server"), Choice()) as server:
         server.wait_until_ready()
         client = LlamaClient(unix_endpoint(server.socket, "server"))
         conversation = Conversation(client, sampling={"max_tokens": 20, "ignore_eos": True})

@@ -201,7 +201,7 @@ model:
   kv_cache_quant: true
   kv_cache_bits: 4
 runtime:
-  device: cuda
+  device: auto
   max_batch_size: 1
   max_seq_len: 1024
   prefill_chunk_size: 256
@@ -214,7 +214,7 @@ memory:
     )
     with serving(None, "--config", str(config), "-lv", "4") as server:
         log = server.log()
-        keys = ["model.quant_type", "runtime.device", "runtime.decode_algorithm"]
+        keys = ["model.quant_type", "runtime.decode_algorithm"]
         keys += ["memory.weight_offload", "memory.max_gpu_memory"]
         assert re.findall(r"note: ([\w.]+):", log) == keys
         assert "of 6,000.0" in log

@@ -26,6 +26,7 @@ from ggml_tern.errors import TernError
 from ggml_tern.gguf.model_file import require_model
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.host import stock as host
+from ggml_tern.host.devices import Choice
 from ggml_tern.plan import arithmetic
 from ggml_tern.plan.fit import Demand, fit
 from ggml_tern.plan.header import N_UBATCH, Model, model_of
@@ -46,6 +47,8 @@ class Settings:
         threads: None: as llama-bench chooses.
         kv_type: one of arithmetic.KV_TYPES.
         rounds: samples of each point.
+        program: the llama-bench; None for the one that came along.
+        device: what it runs on.
     """
 
     contexts: tuple[int, ...] = (0, 2048)
@@ -55,6 +58,8 @@ class Settings:
     threads: int | None = None
     kv_type: str = "f16"
     rounds: int = 3
+    program: Path | None = None
+    device: Choice = field(default_factory=Choice)
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ def settle(contenders: Sequence[Contender], settings: Settings) -> tuple[Setting
                 keeps_copy=max(settings.contexts) > 0,
                 spelled=spelled,
             )
-            notes += fit(demand).notes
+            notes += fit(demand, is_elsewhere=settings.device.is_elsewhere).notes
     return settings, notes
 
 
@@ -233,20 +238,24 @@ def measure(
             for test in run_llama_bench(call, results.settings, samples):
                 results.processor, results.threads = test["cpu_info"], test["n_threads"]
             done(call)
-        results.bandwidth.append(_core.read_bandwidth(results.threads or 0))
+        if not results.settings.device.is_elsewhere:
+            results.bandwidth.append(_core.read_bandwidth(results.threads or 0))
     results.complete = True
 
 
 def run_llama_bench(call: Call, settings: Settings, samples: Samples) -> Iterator[dict[str, Any]]:
     """Adds one sample of each test; yields what llama-bench says of each."""
-    program = host.llama_cpp_dir() / "llama-bench"
+    program = settings.program or host.llama_cpp_dir() / "llama-bench"
     options = call.point.options(settings)
+    if settings.device.is_elsewhere and settings.device.devices is not None:
+        # It does not read LLAMA_ARG_DEVICE, and parts several by slashes; commas are for one run each.
+        options += ["-dev", settings.device.devices.replace(",", "/")]
     command = [str(program), "-m", str(call.contender.path), "-o", "jsonl", *options]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         try:
             process = subprocess.Popen(
                 command,
-                env=host.host_environment(stock=False),
+                env=host.host_environment(False, program, settings.device.devices),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,

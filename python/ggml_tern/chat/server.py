@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ggml_tern.client.endpoint import ServerError, unix_endpoint
 from ggml_tern.errors import TernError
-from ggml_tern.host.stock import host_environment, llama_cpp_dir
+from ggml_tern.host.devices import Choice
+from ggml_tern.host.stock import host_environment
 
 #: What sockaddr_un holds, with the NUL.
 _LONGEST_SOCKET_PATH = 107
@@ -87,17 +88,19 @@ class LocalServer:
 
 
 @contextmanager
-def local_server(model: Path, options: list[str]) -> Iterator[LocalServer]:
+def local_server(model: Path, options: list[str], program: Path, device: Choice) -> Iterator[LocalServer]:
     """Start the stock llama-server with the plug-in; it is still loading when this returns.
 
     Args:
         model: the GGUF file.
         options: of llama-server, besides model and address.
+        program: the llama-server.
+        device: what it runs on.
 
     Raises:
         TernError: llama-server or the plug-in is missing, or cannot be started.
     """
-    program, environment = llama_cpp_dir() / "llama-server", host_environment(stock=False)
+    environment = host_environment(False, program, device.devices)
     for name in _NOT_INHERITED:
         environment.pop(name, None)
     with _private_folder() as folder:

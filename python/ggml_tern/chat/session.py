@@ -17,6 +17,8 @@ from ggml_tern.client.llama import LlamaClient
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.model_file import require_model
 from ggml_tern.gguf.reader import GGUFSource
+from ggml_tern.host.devices import choose
+from ggml_tern.host.run import find_program
 from ggml_tern.plan.fit import fit
 from ggml_tern.serve.memory import demand
 from ggml_tern.serve.spellings import from_environment, given, removed
@@ -61,6 +63,7 @@ def chat_with_file(
     threads: int | None,
     kv_type: str | None,
     more: Sequence[str],
+    server: str = "llama-server",
 ) -> None:
     """Chat with a GGUF file, in a llama-server that lives as long as the chat.
 
@@ -72,6 +75,7 @@ def chat_with_file(
         threads: of llama-server; None for its default.
         kv_type: of the KV cache; None for llama-server's default.
         more: options of llama-server.
+        server: the llama-server, a path or a name as `tern run` takes it.
 
     Raises:
         TernError: the file is no model that writes, it does not fit, a question gets no answer, ...
@@ -84,17 +88,19 @@ def chat_with_file(
         options = _without_template(model, options)
     words = [*server_options(context, threads, kv_type), *more]
     asked = demand(from_environment() | given(words) | {"model": str(model)})
-    found = fit(replace(asked, most=DEFAULT_CONTEXT))
-    for note in found.notes:
+    program = find_program(server)
+    device = choose(program, more)
+    found = fit(replace(asked, most=DEFAULT_CONTEXT), is_elsewhere=device.is_elsewhere)
+    for note in (*filter(None, [device.said]), *found.notes):
         print(f"note: {printable(note)}", file=sys.stderr)
     if found.context is not None:
         words = [*removed(words, ["ctx-size"]), "--ctx-size", str(found.context)]
     notes = Console(stderr=True)
-    with local_server(source.first, words) as server:
+    with local_server(source.first, words, program, device) as running:
         with notes.status(Text(f"loading {printable(model.name)}", "dim")):
-            server.wait_until_ready()
-        client = LlamaClient(unix_endpoint(server.socket, str(model)))
-        _converse(client, model.name, options, question, server.check_alive)
+            running.wait_until_ready()
+        client = LlamaClient(unix_endpoint(running.socket, str(model)))
+        _converse(client, model.name, options, question, running.check_alive)
 
 
 def server_options(context: int | None, threads: int | None, kv_type: str | None) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -105,6 +106,15 @@ class Counts(click.ParamType[tuple[int, ...]]):
     type=click.IntRange(1),
     help="Samples of each; medians are printed.  [default: 3; with --quick 1]",
 )
+@click.option(
+    "--llama-bench",
+    "program",
+    metavar="PROGRAM",
+    envvar="TERN_LLAMA_BENCH",
+    show_envvar=True,
+    default="llama-bench",
+    help="Measure with this one, of a llama.cpp built for your GPU, say.  [default: the one that came along]",
+)
 @click.option("--quick", is_flag=True, help="Seconds instead of minutes: a first impression.")
 @click.option("--serve", "url", metavar="URL", help="Measure a running OpenAI-compatible server instead.")
 @click.option(
@@ -142,6 +152,7 @@ def command(
     threads: int | None,
     kv_type: str | None,
     rounds: int | None,
+    program: str,
     quick: bool,
     url: str | None,
     concurrency: tuple[int, ...] | None,
@@ -190,6 +201,8 @@ def command(
 
     from ggml_tern.bench import llama_bench as bench
     from ggml_tern.bench import server as bench_server
+    from ggml_tern.host.devices import choose
+    from ggml_tern.host.run import find_program
     from ggml_tern.plots import check_plot
 
     if png is not None:
@@ -205,6 +218,10 @@ def command(
             kv_type=kv_type or "f16",
             rounds=rounds or (1 if quick else 3),
         )
+        path = find_program(program)
+        settings = replace(settings, program=path, device=choose(path))
+        if settings.device.said:
+            click.echo(f"note: {printable(settings.device.said)}", err=True)
         report, code = bench_models([model, *others], settings, interrupts)
     else:
         assert url is not None

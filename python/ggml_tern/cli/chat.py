@@ -52,6 +52,15 @@ _SERVER_OPTIONS = "ggml_tern.server_options"
 @click.option(
     "--api-key", envvar="LLAMA_API_KEY", help="For --url, if the server wants one.  [env: LLAMA_API_KEY]"
 )
+@click.option(
+    "--llama-server",
+    "server",
+    metavar="PROGRAM",
+    envvar="TERN_LLAMA_SERVER",
+    show_envvar=True,
+    default="llama-server",
+    help="Start this one, of a llama.cpp built for your GPU, say.  [default: the one that came along]",
+)
 @click.option("--system", help="The system message.")
 @click.option(
     "--complete",
@@ -98,6 +107,7 @@ def command(
     question: tuple[str, ...],
     url: str | None,
     api_key: str | None,
+    server: str,
     system: str | None,
     complete: bool,
     no_think: bool,
@@ -152,6 +162,7 @@ def command(
                 threads=threads,
                 kv_type=kv_type,
                 more=server_options,
+                server=server,
             )
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -8,19 +8,16 @@ from pathlib import Path
 import click
 
 from ggml_tern.errors import TernError
-from ggml_tern.host import binaries
+from ggml_tern.host import devices as devices_of
 from ggml_tern.host import run as running
+from ggml_tern.tensors.names import printable
 
 #: Of llama.cpp's programs, what names a model to load.
 MODEL_OPTIONS = ("-m", "--model", "-md", "--model-draft", "--spec-draft-model")
 MODEL_VARIABLE = "LLAMA_ARG_MODEL"
 # With these they load nothing, or fetch first what -m names.
-_LOADS_NO_FILE = frozenset(
-    (
-        *("-h", "--help", "--usage", "--version", "--list-devices", "--cache-list", "-cl"),
-        *("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo"),
-    )
-)
+_LOADS_NOTHING = frozenset(("-h", "--help", "--usage", "--version", "--list-devices", "--cache-list", "-cl"))
+_LOADS_NO_FILE = _LOADS_NOTHING | {"-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo"}
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -33,9 +30,18 @@ def command(stock: bool, program: str, arguments: tuple[str, ...]) -> None:
     PROGRAM is the name of one that came with ggml-tern (llama-server, llama-bench, ...), of one on the PATH,
     or a path. All that follows it is passed on; its output, signals and exit code come through. A model that
     llama.cpp would not load (-m FILE) is refused before it starts, with the reason.
+
+    It runs on the devices that --device or LLAMA_ARG_DEVICE names; else on the GPUs that this llama.cpp has;
+    else on TERN0, the processor.
     """
     path = running.find_program(program)
-    running.run(path, look_at_models(path, list(arguments)), stock=stock)
+    words = look_at_models(path, list(arguments))
+    choice = (
+        devices_of.Choice() if stock or _LOADS_NOTHING.intersection(words) else devices_of.choose(path, words)
+    )
+    if choice.said:
+        click.echo(f"tern run: {printable(choice.said)}", err=True)
+    running.run(path, words, stock=stock, devices=choice.devices)
 
 
 def look_at_models(program: Path, arguments: list[str]) -> list[str]:
@@ -54,7 +60,7 @@ def look_at_models(program: Path, arguments: list[str]) -> list[str]:
     Raises:
         TernError: a model is missing, damaged, or no model.
     """
-    if not _is_llama_cpp(program) or _LOADS_NO_FILE.intersection(arguments):
+    if not devices_of.is_llama_cpp(program) or _LOADS_NO_FILE.intersection(arguments):
         return arguments
     takes_several = program.name.startswith("llama-bench")
     found = list(arguments)
@@ -71,15 +77,6 @@ def look_at_models(program: Path, arguments: list[str]) -> list[str]:
     if not named and not takes_several and (model := os.environ.get(MODEL_VARIABLE)):
         _first_part(program, model)
     return found
-
-
-def _is_llama_cpp(program: Path) -> bool:
-    if program.name.startswith("llama-"):
-        return True
-    try:
-        return binaries.read(program).uses_llama_cpp
-    except TernError:
-        return False
 
 
 def _first_part(program: Path, model: str) -> str:

@@ -48,19 +48,34 @@ SETTINGS = {
     help="Refuse before loading what takes more, like 6GB or 5.5GiB; without -c, take the largest context "
     "that fits.",
 )
+@click.option(
+    "--llama-server",
+    "program",
+    metavar="PROGRAM",
+    envvar="TERN_LLAMA_SERVER",
+    show_envvar=True,
+    default="llama-server",
+    help="Start this one, of a llama.cpp built for your GPU, say.  [default: the one that came along]",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print the command, and start nothing.")
 @click.argument(
     "arguments", metavar="[MODEL.gguf] [LLAMA-SERVER-OPTIONS]...", nargs=-1, type=click.UNPROCESSED
 )
 @click.pass_context
 def command(
-    ctx: click.Context, file: Path | None, budget: int | None, dry_run: bool, arguments: tuple[str, ...]
+    ctx: click.Context,
+    file: Path | None,
+    budget: int | None,
+    program: str,
+    dry_run: bool,
+    arguments: tuple[str, ...],
 ) -> None:
     """Serve MODEL.gguf with the stock llama-server: an OpenAI-style API, a web page, /health and /metrics.
 
-    All layers go to TERN0, flash attention is on, and only this machine may connect. Every other option is
-    llama-server's and is passed on to it. Says where memory goes first. Ctrl-C or SIGTERM stops it, within
-    three seconds even while it answers; the exit code is llama-server's.
+    It runs on the GPUs that this llama-server has, else on TERN0, the processor, with all layers and flash
+    attention on. Only this machine may connect. Every other option is llama-server's and is passed on to it.
+    Says where memory goes first. Ctrl-C or SIGTERM stops it, within three seconds even while it answers; the
+    exit code is llama-server's.
     """
     if "-h" in arguments:
         click.echo(ctx.get_help())
@@ -75,7 +90,7 @@ def command(
     config = server_config.read(file) if file is not None else server_config.Config()
     if not config.models and config.model.path is None and not set(MODEL_SOURCES) & set(given(words)):
         raise click.UsageError("Give MODEL.gguf before any option, or --config FILE.yaml that names a model.")
-    launch = serving.prepare(config, budget if budget is not None else config.budget, words)
+    launch = serving.prepare(config, budget if budget is not None else config.budget, words, program)
     for line in launch.said:
         click.echo(f"tern serve: {printable(line)}", err=True)
     if dry_run:

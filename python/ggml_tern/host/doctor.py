@@ -21,6 +21,7 @@ from ggml_tern.errors import TernError
 from ggml_tern.host import binaries
 from ggml_tern.host.binaries import LIBRARY_PATH_VARIABLE
 from ggml_tern.host.child import run_to_end
+from ggml_tern.host.devices import library_to_probe
 from ggml_tern.host.run import bundled_programs, find_program
 from ggml_tern.host.stock import (
     BACKEND_VARIABLE,
@@ -329,15 +330,11 @@ def probe_libraries_of(
     program: Path, libraries: binaries.Libraries, environment: dict[str, str], *words: str
 ) -> dict[str, Any] | str:
     """`probe_library` of the libraries that a program gets. words: more arguments of LIBRARY_PROBE."""
-    files = libraries.of_llama_cpp
-    whole = [files[name] for stem in ("libllama.so", "libggml.so") for name in files if name.startswith(stem)]
-    if not whole:
-        return "it has no libllama and no libggml of its own"
-    # So that the loader finds for Python what it found for the program.
-    folders = dict.fromkeys(str(path.parent) for path in files.values())
-    searched = [*folders, *filter(None, [environment.get(LIBRARY_PATH_VARIABLE)])]
-    environment = environment | {LIBRARY_PATH_VARIABLE: os.pathsep.join(searched)}
-    return probe_library(environment, str(whole[0]), str(program.parent), *words)
+    try:
+        library, environment = library_to_probe(libraries, environment)
+    except TernError as error:
+        return str(error)
+    return probe_library(environment, str(library), str(program.parent), *words)
 
 
 def check_gpus(program: Path) -> Iterator[Check]:
@@ -421,7 +418,9 @@ def check_environment() -> Iterator[Check]:
         mend = f'set both, eval "$(tern env)"; or unset {DEVICE_VARIABLE}'
         yield Check(DEVICE_VARIABLE, Status.BROKEN, found, mend)
     elif devices is not None and DEVICE not in devices.split(","):
-        found = f"is {devices}: programs that you start yourself do not use {DEVICE}; 'tern run' does"
+        found = (
+            f"is {devices}: programs of llama.cpp use that, and not {DEVICE}; unset it where they have none"
+        )
         yield Check(DEVICE_VARIABLE, Status.NOTE, found)
     try:
         clash = binaries.clash_of(binaries.read(llama_cpp_dir() / "llama-server"), os.environ)

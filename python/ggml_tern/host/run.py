@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ggml_tern.errors import TernError
-from ggml_tern.host.stock import host_environment, llama_cpp_dir
+from ggml_tern.host.stock import DEVICE, host_environment, llama_cpp_dir
 
 
 def bundled_programs() -> list[str]:
@@ -53,18 +53,19 @@ def find_program(program: str) -> Path:
     return Path(found).absolute()
 
 
-def run(path: Path, arguments: list[str], *, stock: bool) -> NoReturn:
+def run(path: Path, arguments: list[str], *, stock: bool, devices: str | None = DEVICE) -> NoReturn:
     """Replace this process by a program, so that its output, signals and exit code are the caller's.
 
     Args:
         path: of the program, as `find_program` gives it.
         arguments: passed on as they are.
         stock: run it without the plug-in.
+        devices: what it runs on, as `host_environment` takes it.
 
     Raises:
         TernError: the program cannot be started, or the plug-in is missing.
     """
-    environment = host_environment(stock, path)
+    environment = host_environment(stock, path, devices)
     sys.stdout.flush()
     sys.stderr.flush()
     # Python ignores these two, and what is ignored stays ignored in the new program: 'tern run ... | head'

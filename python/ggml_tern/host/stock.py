@@ -140,27 +140,28 @@ def library_variables() -> dict[str, str]:
     return {LLAMA_LIBRARY_VARIABLE: folder, MTMD_LIBRARY_VARIABLE: folder}
 
 
-def plugin_variables() -> dict[str, str]:
-    """The environment variables that make a stock llama.cpp program load the plug-in and use its device.
+def plugin_variables(devices: str | None = DEVICE) -> dict[str, str]:
+    """The environment variables that make a stock llama.cpp program load the plug-in and use these devices.
 
-    A device list of the user's own that already names ours is left as it is.
+    devices: names with commas between; None where llama.cpp is to choose.
     """
     variables = {BACKEND_VARIABLE: str(plugin_path())}
-    devices = os.environ.get(DEVICE_VARIABLE, "")
-    variables[DEVICE_VARIABLE] = devices if DEVICE in devices.split(",") else DEVICE
-    return variables
+    return variables if devices is None else variables | {DEVICE_VARIABLE: devices}
 
 
-def host_environment(stock: bool, program: Path | None = None) -> dict[str, str]:
+def host_environment(
+    stock: bool, program: Path | None = None, devices: str | None = DEVICE
+) -> dict[str, str]:
     """The environment for a llama.cpp program: this process's own, with the plug-in or without it.
 
     Args:
         stock: without the plug-in. Variables that name something else than the plug-in or its device stay.
         program: which one; None for one of ours.
+        devices: what it runs on, with commas between; None where llama.cpp is to choose. See devices.py.
     """
     environment = dict(os.environ) | library_variables()
     if not stock:
-        environment |= plugin_variables()
+        environment |= plugin_variables(devices)
     else:
         if Path(environment.get(BACKEND_VARIABLE, "")).name == PLUGIN_NAME:
             del environment[BACKEND_VARIABLE]

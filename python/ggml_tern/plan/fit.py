@@ -127,11 +127,14 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
-def fit(asked: Demand, budget: int | None = None, *, chooses_layout: bool = False) -> Fit:
+def fit(
+    asked: Demand, budget: int | None = None, *, chooses_layout: bool = False, is_elsewhere: bool = False
+) -> Fit:
     """Settle the context of a model, within `budget` bytes, or else within the memory that is free.
 
     chooses_layout: weights go into the dense layout where the fast one leaves too little room, unless
-    TERN_LAYOUT says which.
+    TERN_LAYOUT says which. is_elsewhere: it goes into memory of which nothing is known here, so that nothing
+    is refused and llama.cpp itself decides what goes where.
 
     Raises TernError for what does not fit, saying what would, for what is no model, and with a budget for an
     architecture whose memory is not known."""
@@ -141,6 +144,8 @@ def fit(asked: Demand, budget: int | None = None, *, chooses_layout: bool = Fals
         if not path.is_file():
             raise TernError(f"{path}: no such {what}; give one in GGUF")
     asked, notes = _within_training(asked, source)
+    if is_elsewhere:
+        return Fit(source, asked.most if asked.context is None else asked.context, None, None, tuple(notes))
     try:
         if asked.kv_type is None:
             raise UnknownMemoryError(

@@ -142,7 +142,10 @@ class Model(_Weights):
 class Runtime(Section):
     """How models run."""
 
-    device: str | None = Field(default=None, description="`auto`, or devices of llama-server, like TERN0")
+    device: str | None = Field(
+        default=None,
+        description="`auto`, `cpu`, `gpu`, `cuda`, `cuda:1`, `vulkan`; or devices of llama-server: `TERN0`",
+    )
     threads: Count | None = Field(default=None, description="processor threads")
     max_batch_size: Annotated[int, Field(strict=True, ge=1, le=256)] | None = Field(
         default=None, description="conversations at a time (slots), which share the KV cache"
@@ -175,7 +178,7 @@ class Memory(Section):
     budget: Amount | None = Field(default=None, description="like 6GB: refuse before loading what takes more")
     max_gpu_memory: Amount | None = Field(default=None, description="another name of `budget`")
     weight_offload: bool | str | float | None = Field(
-        default=None, description="no meaning: weights are in main memory, where TERN0 computes"
+        default=None, description="no meaning: what does not fit on a GPU stays in main memory"
     )
     max_models: Count | None = Field(
         default=None, description="models that stay loaded; by default as many as fit"
@@ -220,7 +223,7 @@ class Config(Section):
             found += _runtime_notes(f"models.{name}.runtime", model.runtime)
         if self.memory.weight_offload is not None:
             found.append(
-                "memory.weight_offload: no meaning here; weights are in main memory, where TERN0 computes"
+                "memory.weight_offload: no meaning here; what does not fit on a GPU stays in main memory"
             )
         if self.memory.max_gpu_memory is not None:
             unused = self.memory.budget is not None
@@ -256,12 +259,6 @@ def spec_type(runtime: Runtime) -> str:
     return "" if kind in _WITH_DRAFT.values() and not runtime.draft_model else kind
 
 
-def is_kind_of_device(device: str | None) -> bool:
-    """Is it a word for processors or graphics cards, and no name that llama-server knows?"""
-    kinds = r"(auto|cpu|gpu|cuda|rocm|metal|vulkan)(:\d+)?"
-    return device is not None and re.fullmatch(kinds, device, re.IGNORECASE) is not None
-
-
 def _model_notes(path: str, model: _Weights) -> Iterator[str]:
     quant, bits = model.kv_cache_quant, model.kv_cache_bits
     if model.quant_type is not None:
@@ -273,9 +270,6 @@ def _model_notes(path: str, model: _Weights) -> Iterator[str]:
 
 
 def _runtime_notes(path: str, runtime: Runtime) -> Iterator[str]:
-    device = (runtime.device or "auto").lower()
-    if is_kind_of_device(runtime.device) and device not in ("auto", "cpu"):
-        yield f"{path}.device: {runtime.device}: no such device yet; runs on TERN0, the processor"
     asked = (runtime.decode_algorithm or "plain").lower().replace("_", "-").removeprefix("draft-")
     kind = spec_type(runtime) or "plain decoding"
     if asked == "speculative" or asked not in DECODE_ALGORITHMS:

@@ -14,7 +14,6 @@ from ggml_tern.serve.config import (
     RoutedModel,
     Runtime,
     Sampling,
-    is_kind_of_device,
     kv_type,
     spec_type,
 )
@@ -23,6 +22,8 @@ from ggml_tern.serve.spellings import Options
 #: Sections of a preset file that are about all models.
 _GLOBAL_SECTIONS = ("*", "default")
 
+#: Of DEFAULTS, what a GPU's memory and kernels decide, which llama-server looks at itself.
+LEFT_TO_GPUS = ("gpu-layers", "flash-attn")
 #: What tern serve asks for unless somebody says otherwise. Pages of any site may talk to a server that is
 #: open to all origins; the web page of the server itself needs no leave.
 DEFAULTS: Options = {"gpu-layers": "all", "flash-attn": "on", "metrics": None, "cors-origins": "localhost"}
@@ -39,7 +40,6 @@ def of_model(model: Model | RoutedModel, runtime: Runtime, sampling: Sampling) -
         "cache-type-k": kv_type(model),
         "cache-type-v": kv_type(model),
         "lora-scaled": ",".join(_adapter(adapter) for adapter in model.lora) or None,
-        "device": None if is_kind_of_device(runtime.device) else runtime.device,
         "threads": runtime.threads,
         "parallel": runtime.max_batch_size,
         "kv-unified-per-slot": runtime.max_seq_len,

@@ -12,7 +12,7 @@ import mmap
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -20,13 +20,14 @@ from typing import NoReturn
 from ggml_tern.errors import TernError
 from ggml_tern.gguf.reader import GGUFSource
 from ggml_tern.host import run as running
-from ggml_tern.host.stock import DEVICE, DEVICE_VARIABLE, host_environment, plugin_variables
+from ggml_tern.host.devices import Choice, choose, named_devices, resolve
+from ggml_tern.host.stock import DEVICE, DEVICE_VARIABLE, host_environment, install_dir
 from ggml_tern.plan.arithmetic import LAYOUT_VARIABLE, megabytes
 from ggml_tern.plan.fit import Demand, Fit, Usage, available, fit
 from ggml_tern.serve import memory, supervisor
 from ggml_tern.serve import options as options_of
-from ggml_tern.serve.config import Config
-from ggml_tern.serve.options import DEFAULTS
+from ggml_tern.serve.config import Config, Runtime
+from ggml_tern.serve.options import DEFAULTS, LEFT_TO_GPUS
 from ggml_tern.serve.spellings import MODEL_SOURCES, Options, from_environment, given, removed, without
 from ggml_tern.serve.spellings import words as words_of
 
@@ -45,6 +46,8 @@ class Launch:
         preset: the text of the router's preset file; None for a single model.
         said: what the user is told, a line each.
         settled: options that the user's words no longer decide.
+        program: the llama-server.
+        devices: what it runs on where its words do not say; None: what llama.cpp chooses.
     """
 
     words: list[str]
@@ -52,26 +55,40 @@ class Launch:
     preset: str | None = None
     said: tuple[str, ...] = ()
     settled: tuple[str, ...] = ()
+    program: Path = Path("llama-server")
+    devices: str | None = DEVICE
 
 
-def prepare(config: Config, budget: int | None, arguments: Sequence[str]) -> Launch:
+def prepare(
+    config: Config, budget: int | None, arguments: Sequence[str], server: str = "llama-server"
+) -> Launch:
     """Settle everything, and load nothing.
 
     Args:
         config: whose model may be overridden by `arguments`.
         budget: bytes; None for the memory that is free.
         arguments: of llama-server; they win over `config`.
+        server: the llama-server, a path or a name as `tern run` takes it.
 
     Raises:
         TernError: something is missing or does not fit.
     """
     user, environment = given(arguments), from_environment()
     common = without(DEFAULTS, environment) | options_of.of_server(config)
-    _check_download(environment | user)
+    program = running.find_program(server)
+    _check_download(environment | user, program)
+
+    def device_of(runtime: Runtime, key: str) -> Choice:
+        if runtime.device is None or named_devices(arguments) is not None:
+            return choose(program, arguments)
+        return resolve(runtime.device, key, program, arguments)
+
     if config.models and not any(source in user for source in MODEL_SOURCES):
-        launch = _router(config, budget, common, user, environment)
+        launch = _router(config, budget, common, user, environment, device_of)
     else:
-        launch = _single(config, budget, common, user, environment)
+        launch = _single(
+            config, budget, common, user, environment, device_of(config.runtime, "runtime.device")
+        )
     variables = dict(launch.variables)
     if config.server.api_key is not None and "api-key-file" not in user and "api-key" not in user:
         variables[API_KEY_VARIABLE] = config.server.api_key
@@ -90,7 +107,9 @@ def prepare(config: Config, budget: int | None, arguments: Sequence[str]) -> Lau
         )
     # What was settled here stands in the place of what the user said of it.
     kept = removed(arguments, launch.settled)
-    return Launch([*launch.words, *kept], variables, launch.preset, tuple(said))
+    return replace(
+        launch, words=[*launch.words, *kept], variables=variables, said=tuple(said), program=program
+    )
 
 
 def _is_private(host: str) -> bool:
@@ -101,12 +120,12 @@ def _is_private(host: str) -> bool:
     return host == "localhost" or host.endswith((".localhost", ".sock"))
 
 
-def _check_download(effective: Options) -> None:
+def _check_download(effective: Options, program: Path) -> None:
     """Refuse a model that llama-server is to download where it was built without HTTPS."""
     source = next((name for name in ("hf-repo", "docker-repo", "model-url") if name in effective), None)
     if source is None or "offline" in effective or (effective.get(source) or "").startswith("http://"):
         return
-    if not _speaks_https(running.find_program("llama-server")):
+    if not _speaks_https(program):
         what = effective.get(source)
         raise TernError(
             f"--{source} {what}: this llama-server was built without HTTPS and downloads nothing; fetch the "
@@ -124,24 +143,31 @@ def _speaks_https(program: Path) -> bool:
 
 
 def _single(
-    config: Config, budget: int | None, common: Options, user: Options, environment: Options
+    config: Config,
+    budget: int | None,
+    common: Options,
+    user: Options,
+    environment: Options,
+    device: Choice,
 ) -> Launch:
+    if device.is_elsewhere:
+        common = without(common, LEFT_TO_GPUS)
     options = without(common | options_of.of_model(config.model, config.runtime, config.sampling), user)
     effective = environment | options | user
     path = effective.get("model")
     if path is None:
         if budget is not None:
             raise TernError("a memory budget needs the file of the model; give MODEL.gguf")
-        return Launch(words_of(options), said=("of a model that its options name",))
+        said = ["of a model that its options name", *filter(None, [device.said])]
+        return Launch(words_of(options), said=tuple(said), devices=device.devices)
     asked = replace(memory.demand(effective), spelled=_spelled, takes_budget=True)
-    found = fit(asked, budget, chooses_layout=True)
+    found = fit(asked, budget, chooses_layout=True, is_elsewhere=device.is_elsewhere)
     settled = _settled(found, asked)
     variables = {}
     name = os.path.basename(path)
     if "alias" not in effective:
         # Or else the API would call it by all of its path; commas part several names.
         options["alias"] = name.replace(",", "_")
-    device = (options | user).get("device") or plugin_variables()[DEVICE_VARIABLE]
     if found.usage is None:
         said = [f"{name} on {device}"]
     else:
@@ -152,13 +178,19 @@ def _single(
             # The context is settled: nothing is left for llama-server to fit.
             options |= without(memory.keeping(use, budget - use.total) | {"fit": "off"}, user)
         said = [f"{name} ({use.model.architecture}) on {device}", _account(use, budget)]
-    said += [f"note: {note}" for note in found.notes]
+    said += [f"note: {note}" for note in (*filter(None, [device.said]), *found.notes)]
     if _lacks_template(found.source, effective):
         said.append(
             f"note: {name} has no chat template, so its answers to a chat, as on the web page, will ramble; "
             "it is for /v1/completions, or give it one with --chat-template"
         )
-    return Launch(words_of(options | settled), variables, said=tuple(said), settled=tuple(settled))
+    return Launch(
+        words_of(options | settled),
+        variables,
+        said=tuple(said),
+        settled=tuple(settled),
+        devices=device.devices,
+    )
 
 
 def _settled(found: Fit, asked: Demand) -> Options:
@@ -184,20 +216,42 @@ def _lacks_template(source: GGUFSource, effective: Options) -> bool:
 
 
 def _router(
-    config: Config, budget: int | None, common: Options, user: Options, environment: Options
+    config: Config,
+    budget: int | None,
+    common: Options,
+    user: Options,
+    environment: Options,
+    device_of: Callable[[Runtime, str], Choice],
 ) -> Launch:
     """Several models: llama-server's router starts a llama-server for each that a request names."""
     asked: dict[str, Options] = {}
     fits: dict[str, Fit] = {}
+    used: list[str] = []
+    notes: list[str] = []
     # A context on the command line is for all of them, and what becomes of it is each model's.
     for_each = {name: value for name, value in user.items() if name == "ctx-size"}
+    default = device_of(config.runtime, "runtime.device")
+    own = {
+        name: device_of(model.runtime, f"models.{name}.runtime.device")
+        for name, model in config.models.items()
+        if model.runtime.device is not None
+    }
+    # Where a model is on a GPU, these are each model's.
+    each_its_own = LEFT_TO_GPUS if any(one.is_elsewhere for one in (default, *own.values())) else ()
     for name in config.models:
+        device = own.get(name, default)
         # What the user gives on the command line, the router gives to all.
         asked[name] = without(options_of.of_model(*config.routed(name)), user) | for_each
+        if device.devices != default.devices and device.devices is not None:
+            asked[name]["device"] = device.devices
+        if not device.is_elsewhere:
+            asked[name] |= {key: common[key] for key in each_its_own if key in common and key not in user}
+        used.append(str(device))
+        notes += [f"note: {name}: {device.said}"] if name in own and device.said else []
         effective = environment | common | asked[name] | user
         demand = replace(memory.demand(effective), spelled=_spelled, takes_budget=True)
         # The layout goes by the environment, which is the router's for all of them.
-        fits[name] = fit(demand, budget)
+        fits[name] = fit(demand, budget, is_elsewhere=device.is_elsewhere)
         asked[name] |= _settled(fits[name], demand)
     uses = {name: found.usage for name, found in fits.items() if found.usage is not None}
     totals = sorted((use.total for use in uses.values()), reverse=True)
@@ -215,7 +269,9 @@ def _router(
             f"{loaded} models at a time take up to {megabytes(sum(totals[:loaded]))} MB, and the "
             f"budget is {megabytes(budget)} MB; {fitting} fit, or give each a smaller max_context"
         )
-    said = [f"{len(fits)} models on {DEVICE}, at most {loaded} at a time: {', '.join(fits)}"]
+    on = ", ".join(dict.fromkeys(used))
+    notes = [*(f"note: {said}" for said in filter(None, [default.said])), *notes]
+    said = [f"{len(fits)} models on {on}, at most {loaded} at a time: {', '.join(fits)}"]
     sections = []
     for index, (name, found) in enumerate(fits.items()):
         if found.usage is not None:
@@ -227,8 +283,14 @@ def _router(
         if index == 0:
             asked[name]["load-on-startup"] = "true"
         sections.append(options_of.preset_section(name, asked[name]))
-    words = words_of(without(common | {"models-max": str(loaded)}, user))
-    return Launch(words, preset="\n".join(sections), said=tuple(said), settled=tuple(for_each))
+    words = words_of(without(common | {"models-max": str(loaded)}, (*user, *each_its_own)))
+    return Launch(
+        words,
+        preset="\n".join(sections),
+        said=(*said, *notes),
+        settled=tuple(for_each),
+        devices=default.devices,
+    )
 
 
 def _account(use: Usage, budget: int | None) -> str:
@@ -238,11 +300,13 @@ def _account(use: Usage, budget: int | None) -> str:
 
 def shown(launch: Launch) -> str:
     """The command as a shell would take it, for people to read; the API key stays a secret."""
-    lines = [
+    lines = [] if launch.devices in (None, DEVICE) else [f"{DEVICE_VARIABLE}={launch.devices}"]
+    lines += [
         f"{variable}={'…' if variable == API_KEY_VARIABLE else value}"
         for variable, value in launch.variables.items()
     ]
-    lines.append(shlex.join(["llama-server", *launch.words]))
+    ours = launch.program.parent == install_dir() / "llama.cpp"
+    lines.append(shlex.join([launch.program.name if ours else str(launch.program), *launch.words]))
     if launch.preset is not None:
         lines += ["", "# --models-preset", launch.preset.rstrip()]
     return "\n".join(lines)
@@ -259,8 +323,8 @@ def start(launch: Launch) -> NoReturn:
         descriptor = os.memfd_create("models.ini", flags=0)
         os.write(descriptor, launch.preset.encode())
         words = ["--models-preset", f"/proc/self/fd/{descriptor}", *words]
-    program = running.find_program("llama-server")
-    environment = host_environment(stock=False) | dict(launch.variables)
+    program = launch.program
+    environment = host_environment(False, program, launch.devices) | dict(launch.variables)
     # Isolated: no site-packages, no PYTHON* variables.
     command = [sys.executable, "-IS", supervisor.__file__, str(program), *words]
     sys.stderr.flush()
