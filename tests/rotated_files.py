@@ -57,7 +57,8 @@ class Rotation:
     v_heads: tuple[int, int] | None = None
 
     def _transformed(self, x: npt.NDArray[Any]) -> F64:
-        blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, self.block)
+        # One product: numpy would take every row for a matrix of its own.
+        blocks = x.astype(np.float64).reshape(-1, self.block)
         transformed: F64 = (blocks @ hadamard(self.block)).reshape(x.shape)
         return transformed
 
@@ -476,3 +477,33 @@ class _Maker:
 def make(recipe: Recipe, rng: np.random.Generator) -> RotatedModel:
     """A random model made after the recipe."""
     return _Maker(recipe, rng).make()
+
+
+# ---- adapters ----
+
+
+def write_lora(path: Path, model: RotatedModel, rng: np.random.Generator) -> Path:
+    """An adapter of every rotated weight, experts too, whose effect is as large as the weights'. (Not of a
+    table that is the head too: llama.cpp wants its factors in two orders at once.)"""
+    arch = model.keys["general.architecture"].value
+    keys = {
+        "general.architecture": text(arch),
+        "general.type": text("adapter"),
+        "adapter.type": text("lora"),
+        "adapter.lora.alpha": f32(4.0),
+    }
+    tensors = []
+    rank = 4
+    for name in model.rotations:
+        if name == "token_embd.weight" and "output.weight" not in model.plain:
+            continue
+        *experts, n_out, n_in = model.plain[name].shape
+        if name == "token_embd.weight":
+            # llama.cpp looks up a column of lora_a for each token, and multiplies with lora_b.
+            a, b = rng.standard_normal((n_out, rank)), rng.standard_normal((n_in, rank)) / 4
+        else:
+            a = rng.standard_normal((*experts, rank, n_in)) / np.sqrt(n_in)
+            b = rng.standard_normal((*experts, n_out, rank)) / 4
+        for factor, values in (("lora_a", a), ("lora_b", b)):
+            tensors.append(gguf_files.plain(f"{name}.{factor}", 0, values.astype(np.float32)))
+    return write(path, keys, tensors)

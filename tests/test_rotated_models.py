@@ -34,7 +34,7 @@ from hosted_models import (
 )
 from llama_server import serving
 from reference import formats as ref
-from reference import gguf_files, in_llama
+from reference import in_llama
 from reference.one_op import in_new_process
 from reference.random_inputs import assert_matches, random_activations, random_blocks
 from rotated_files import N_VOCABULARY, RECIPES, RotatedModel, Rotation
@@ -286,38 +286,11 @@ def test_a_rotated_model_is_not_saved_without_its_keys(
 # ---- what is added to rotated weights at run time ----
 
 
-def write_lora(path: Path, model: RotatedModel, rng: np.random.Generator) -> Path:
-    """An adapter of every rotated weight, experts too, whose effect is as large as the weights'. (Not of a
-    table that is the head too: llama.cpp wants its factors in two orders at once.)"""
-    arch = model.keys["general.architecture"].value
-    keys = {
-        "general.architecture": rotated_files.text(arch),
-        "general.type": rotated_files.text("adapter"),
-        "adapter.type": rotated_files.text("lora"),
-        "adapter.lora.alpha": rotated_files.f32(4.0),
-    }
-    tensors = []
-    rank = 4
-    for name in model.rotations:
-        if name == "token_embd.weight" and "output.weight" not in model.plain:
-            continue
-        *experts, n_out, n_in = model.plain[name].shape
-        if name == "token_embd.weight":
-            # llama.cpp looks up a column of lora_a for each token, and multiplies with lora_b.
-            a, b = rng.standard_normal((n_out, rank)), rng.standard_normal((n_in, rank)) / 4
-        else:
-            a = rng.standard_normal((*experts, rank, n_in)) / np.sqrt(n_in)
-            b = rng.standard_normal((*experts, n_out, rank)) / 4
-        for factor, values in (("lora_a", a), ("lora_b", b)):
-            tensors.append(gguf_files.plain(f"{name}.{factor}", 0, values.astype(np.float32)))
-    return rotated_files.write(path, keys, tensors)
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3, tied", "qwen35", "qwen3moe"])
 def test_lora_at_run_time(name: str, models: Callable[[str], Files], tmp_path: Path) -> None:
     """Adapters know nothing of rotations: what they add is the same for a model and its twin."""
     files = models(name)
-    lora = write_lora(tmp_path / "lora.gguf", files.model, np.random.default_rng(5))
+    lora = rotated_files.write_lora(tmp_path / "lora.gguf", files.model, np.random.default_rng(5))
     (wanted,) = without_plugin(Run(files.twin, 0, lora=lora))
     effect = compare_logits.compare(files.logits, wanted)
     print("effect", effect)

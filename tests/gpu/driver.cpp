@@ -6,7 +6,8 @@
 //   backends FOLDER                          loads the backends of a folder, as llama.cpp's programs do, and GGML_BACKEND_PATH
 //   rpc HOST:PORT                            adds the devices of an RPC server
 //   devices                                  prints "device NAME" for each
-//   model NAME FILE [KEY=VALUE...]           loads a model: n_gpu_layers, load_mode, devices (names, separated by commas)
+//   model NAME FILE [KEY=VALUE...]           loads a model: n_gpu_layers, load_mode, devices (names, separated by commas),
+//                                            on_cpu (a pattern of names of tensors)
 //   context NAME MODEL [KEY=VALUE...]        n_ctx, n_batch, n_threads, flash_attn, type_k, type_v, lora (a file)
 //   logits CONTEXT FILE TOKEN...             evaluates tokens, and writes float32 [n_tokens, n_vocabulary]
 //   greedy CONTEXT COUNT TOKEN...            evaluates tokens, and prints "tokens T..." with what is likeliest to follow
@@ -22,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <dlfcn.h>
 #include <iostream>
 #include <map>
@@ -80,7 +82,8 @@ struct Context {
 std::map<std::string, llama_model *> models;
 std::map<std::string, Context> contexts;
 // What models were given to look at while they live.
-std::vector<std::vector<ggml_backend_dev_t>> device_lists;
+std::deque<std::vector<ggml_backend_dev_t>> device_lists;
+std::deque<std::string> patterns;
 
 using Options = std::map<std::string, std::string>;
 
@@ -134,6 +137,12 @@ void load_model(std::istream & words) {
         devices.push_back(nullptr);
         device_lists.push_back(devices);
         parameters.known.devices = device_lists.back().data();
+    }
+    llama_model_tensor_buft_override overrides[] = {{}, {nullptr, nullptr}};
+    if (std::string pattern = take_text(options, "on_cpu"); !pattern.empty()) {
+        patterns.push_back(pattern);
+        overrides[0] = {patterns.back().c_str(), HOST(ggml_backend_cpu_buffer_type)()};
+        parameters.known.tensor_buft_overrides = overrides;
     }
     check_all_taken(options);
     models[name] =
@@ -241,6 +250,17 @@ void greedy(std::istream & words) {
     print("tokens", said);
 }
 
+// What llama.cpp says, but for what it says to its developers.
+void log(ggml_log_level level, const char * text, void *) {
+    static bool shown = true;
+    if (level != GGML_LOG_LEVEL_CONT) {
+        shown = level != GGML_LOG_LEVEL_DEBUG;
+    }
+    if (shown) {
+        fputs(text, stderr);
+    }
+}
+
 void add_rpc_server(const std::string & endpoint) {
     ggml_backend_reg_t rpc = HOST(ggml_backend_reg_by_name)("RPC");
     if (rpc == nullptr) {
@@ -317,6 +337,7 @@ int main(int argc, char ** argv) {
         return 1;
     }
     try {
+        HOST(llama_log_set)(log, nullptr);
         std::string line;
         while (std::getline(std::cin, line)) {
             run(line);

@@ -22,9 +22,15 @@ F32 = npt.NDArray[np.float32]
 
 GGML_F32, GGML_F16 = 0, 1
 
-#: 32 to begin with, the others one by one.
 TOKENS = [(37 * i * i + 101 * i + 7) % (N_VOCABULARY - 3) for i in range(36)]
+#: How many of them come in one batch, before the others come one by one.
 N_PROMPT = 32
+#: With experts. The software Vulkan driver crashes on more, whatever the type of the weights.
+N_PROMPT_OF_EXPERTS = 4
+
+
+#: Blocks larger than what GPUs transform at once, as the released 27B has.
+LARGE_BLOCKS = Recipe("llama", block=1024, width=1024, ffn=1024, head_dim=128, heads=8, layers=1)
 
 
 class Forms:
@@ -32,6 +38,7 @@ class Forms:
 
     def __init__(self, folder: Path, name: str, recipe: Recipe, rotated: bool) -> None:
         self.rotated = rotated
+        self.n_prompt = N_PROMPT_OF_EXPERTS if recipe.has_experts else N_PROMPT
         self._path = folder / name.replace(", ", "-").replace(" ", "-")
         self.model: RotatedModel = rotated_files.make(recipe, np.random.default_rng(3))
 

@@ -95,7 +95,10 @@ def run(
 
 @dataclass(frozen=True)
 class Load:
-    """A model, and how llama.cpp is to run it. devices: names, separated by commas; all where empty."""
+    """A model, and how llama.cpp is to run it.
+
+    devices: names, separated by commas; all where empty. on_cpu: a pattern of names of tensors that stay
+    there."""
 
     path: Path
     n_gpu_layers: int = 99
@@ -103,15 +106,17 @@ class Load:
     type_k: int = F16
     type_v: int = F16
     devices: str = ""
+    on_cpu: str = ""
     lora: Path | None = None
 
     def commands(self, name: str) -> list[str]:
         """Of loading it, as `name`, with a context of that name in capitals."""
         model = f"model {name} {self.path} n_gpu_layers={self.n_gpu_layers}"
+        wanted = {"devices": self.devices, "on_cpu": self.on_cpu}
         context = f"context {name.upper()} {name} n_ctx=256 n_batch=64 flash_attn={self.flash_attn}"
         context += f" type_k={self.type_k} type_v={self.type_v}"
         return [
-            model + (f" devices={self.devices}" if self.devices else ""),
+            " ".join([model, *(f"{key}={value}" for key, value in wanted.items() if value)]),
             context + (f" lora={self.lora}" if self.lora else ""),
         ]
 
