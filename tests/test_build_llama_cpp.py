@@ -284,3 +284,56 @@ def test_the_pinned_version_is_named_alike_everywhere() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     assert extras["python"] == [f"llama-cpp-python=={script.VERSION}"]
+
+
+# ---- other arguments ----
+
+#: A GPU backend that libggml is linked with, and one that is a file of its own.
+GPU_CMAKE = """
+if(GGML_CUDA)
+  add_library(ggml-cuda SHARED library.c)
+  set_target_properties(ggml-cuda PROPERTIES VERSION 0.1.2 SOVERSION 0)
+  target_link_options(ggml PRIVATE LINKER:--no-as-needed)
+  target_link_libraries(ggml PRIVATE ggml-cuda)
+endif()
+if(GGML_VULKAN)
+  add_library(ggml-vulkan MODULE library.c)
+  add_dependencies(ggml ggml-vulkan)
+endif()
+"""
+
+
+def test_other_arguments_build_beside(run: Run, cache: Path) -> None:
+    root = cache / "llama.cpp" / script.VERSION
+    assert run("fetch").returncode == 0
+    with (root / "source" / "CMakeLists.txt").open("a") as file:
+        file.write(GPU_CMAKE)
+    plain = json.loads(run("build", "--json").stdout)
+    assert Path(plain["dist"]) == root / "dist"
+    before = files_of(root / "dist")
+    assert json.loads((root / "stamp.json").read_text())["flags"] == list(script.CMAKE_FLAGS)
+
+    words = {"TERN_LLAMA_CPP_CMAKE_ARGS": "-DGGML_CUDA=ON -DGGML_VULKAN=ON '-DCMAKE_CUDA_FLAGS=-a -b'"}
+    result = run("build", "--json", **words)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    dist = Path(answer["dist"])
+    assert answer["built"] and dist.parent.parent == root
+    assert {"libggml.so.0", "libggml-cuda.so.0", "libggml-vulkan.so"} <= files_of(dist).keys()
+    flags = json.loads((dist.parent / "stamp.json").read_text())["flags"]
+    assert flags[-3:] == ["-DGGML_CUDA=ON", "-DGGML_VULKAN=ON", "-DCMAKE_CUDA_FLAGS=-a -b"]
+    made = (dist.parent / "build" / "CMakeCache.txt").read_text()
+    assert re.search(r"^GGML_CUDA:\w+=ON$", made, re.MULTILINE)
+    assert re.search(r"^CMAKE_CUDA_FLAGS:\w+=-a -b$", made, re.MULTILINE)
+    # Neither makes the other anew.
+    assert files_of(root / "dist") == before
+    assert "building" not in run("build").stderr + run("build", **words).stderr
+    # Others are others.
+    assert not json.loads(run("status", "--json", TERN_LLAMA_CPP_CMAKE_ARGS="-DGGML_CUDA=ON").stdout)["built"]
+
+
+@pytest.mark.parametrize("text", ["--fresh", "GGML_CUDA=ON", "-DGGML_CUDA", "-DA=1 '"])
+def test_arguments_that_are_none(text: str, run: Run) -> None:
+    result = run("build", TERN_LLAMA_CPP_CMAKE_ARGS=text)
+    assert result.returncode == 1
+    assert "TERN_LLAMA_CPP_CMAKE_ARGS" in result.stderr and "Traceback" not in result.stderr

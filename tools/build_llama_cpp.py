@@ -16,6 +16,10 @@ built unmodified. Everything lies in the cache folder (``$TERN_CACHE_DIR``, defa
     llama.cpp/VERSION/build.log            the whole output of the last configure and build
     llama.cpp/VERSION/web-page.log         the same of npm
 
+With TERN_LLAMA_CPP_CMAKE_ARGS="-DGGML_CUDA=ON" (or -DGGML_VULKAN=ON, ...), build, dist, stamp.json and
+build.log lie in a folder of their own below llama.cpp/VERSION, one for each set of arguments; the build for
+the processor alone stays as it is.
+
 CMake runs ``build_llama_cpp.py build --json`` at configure time (cmake/LlamaCpp.cmake); by hand it works the
 same way. An interrupted run leaves nothing half-done that a later one would trust: it goes on where the
 first one stopped.
@@ -33,6 +37,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -71,6 +76,9 @@ CMAKE_FLAGS = (
     "-DCMAKE_INSTALL_RPATH=$ORIGIN",
 )
 
+#: More arguments of CMake, for a GPU say.
+ARGUMENTS_VARIABLE = "TERN_LLAMA_CPP_CMAKE_ARGS"
+
 TOOLS = (
     "llama-server",
     "llama-cli",
@@ -89,14 +97,16 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in the cache folder."""
+    """Where everything lies in the cache folder. arguments: of CMake, besides CMAKE_FLAGS."""
 
     cache: Path
+    arguments: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls) -> Layout:
         named = os.environ.get("TERN_CACHE_DIR")
-        return cls(Path(named).expanduser().absolute() if named else Path.home() / ".cache" / "ggml-tern")
+        cache = Path(named).expanduser().absolute() if named else Path.home() / ".cache" / "ggml-tern"
+        return cls(cache, given_arguments())
 
     @property
     def sdist(self) -> Path:
@@ -120,24 +130,49 @@ class Layout:
         return self.page_source / "dist"
 
     @property
+    def of_arguments(self) -> Path:
+        """The folder of what is built with these arguments."""
+        if not self.arguments:
+            return self.root
+        digest = hashlib.sha256("\0".join(self.arguments).encode()).hexdigest()
+        return self.root / f"with-{digest[:12]}"
+
+    @property
     def build(self) -> Path:
-        return self.root / "build"
+        return self.of_arguments / "build"
 
     @property
     def dist(self) -> Path:
-        return self.root / "dist"
+        return self.of_arguments / "dist"
 
     @property
     def stamp(self) -> Path:
-        return self.root / "stamp.json"
+        return self.of_arguments / "stamp.json"
 
     @property
     def log(self) -> Path:
-        return self.root / "build.log"
+        return self.of_arguments / "build.log"
 
     @property
     def page_log(self) -> Path:
         return self.root / "web-page.log"
+
+
+def given_arguments() -> tuple[str, ...]:
+    """What $TERN_LLAMA_CPP_CMAKE_ARGS has for CMake, in the words that a shell would make of it.
+
+    Raises:
+        BuildError: these are no -DNAME=VALUE.
+    """
+    text = os.environ.get(ARGUMENTS_VARIABLE, "")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"{ARGUMENTS_VARIABLE}={text}: {error}") from error
+    for word in words:
+        if not re.fullmatch(r"-D\w+(:\w+)?=.*", word):
+            raise BuildError(f"{ARGUMENTS_VARIABLE}: {word}: is no -DNAME=VALUE, such as -DGGML_CUDA=ON")
+    return tuple(words)
 
 
 def say(message: str) -> None:
@@ -168,11 +203,11 @@ def native_features() -> tuple[str, ...]:
     return tuple(sorted(name.strip("_") for name in names if pattern.match(name)))
 
 
-def kind_of_build() -> dict[str, object]:
+def kind_of_build(layout: Layout) -> dict[str, object]:
     """What a build made here and now is for."""
     return {
         "version": VERSION,
-        "flags": list(CMAKE_FLAGS),
+        "flags": [*CMAKE_FLAGS, *layout.arguments],
         "tools": list(TOOLS),
         "machine": os.uname().machine,
         "cpu": list(native_features()),
@@ -180,7 +215,7 @@ def kind_of_build() -> dict[str, object]:
 
 
 def stamp_of(layout: Layout, done: bool) -> dict[str, object]:
-    return {"done": done, "web_page": layout.page.exists()} | kind_of_build()
+    return {"done": done, "web_page": layout.page.exists()} | kind_of_build(layout)
 
 
 def read_stamp(layout: Layout) -> object:
@@ -200,13 +235,14 @@ def is_done(layout: Layout) -> bool:
     return read_stamp(layout) == stamp_of(layout, done=True) and (layout.dist / TOOLS[0]).exists()
 
 
-def is_for_another(stamp: object) -> bool:
+def is_for_another(layout: Layout, stamp: object) -> bool:
     """Whether the build folder with this stamp is of no use here.
 
     With the web page or without it is all the same: that recompiles two files.
     """
+    wanted = kind_of_build(layout)
     return stamp is not None and not (
-        isinstance(stamp, dict) and all(stamp.get(key) == value for key, value in kind_of_build().items())
+        isinstance(stamp, dict) and all(stamp.get(key) == value for key, value in wanted.items())
     )
 
 
@@ -433,7 +469,7 @@ def build(layout: Layout, cmake: str, ninja: str, jobs: int, lock: int) -> None:
         say(f"configuring (log: {layout.log})")
         make_program = f"-DCMAKE_MAKE_PROGRAM={ninja}"
         configure = [cmake, "-S", str(layout.source), "-B", str(layout.build), "-G", "Ninja", make_program]
-        run_logged([*configure, *CMAKE_FLAGS], log, lock)
+        run_logged([*configure, *CMAKE_FLAGS, *layout.arguments], log, lock)
         say(
             f"building the stock tools with {jobs} jobs; the first time this takes about 20 processor minutes"
         )
@@ -460,6 +496,8 @@ def stage(layout: Layout) -> None:
     """
     binaries = layout.build / "bin"
     names = list(TOOLS)
+    # Backends that are files of their own (GGML_BACKEND_DL), which nothing needs and libggml looks for.
+    names += sorted(path.name for path in binaries.glob("libggml-*.so") if not path.is_symlink())
     for name in names:  # grows while it is walked
         for library in needed_libraries(binaries / name):
             if (binaries / library).exists() and library not in names:
@@ -500,9 +538,10 @@ def build_command(
         if is_enough():  # by the one we waited for
             return
         extract_source(layout)
+        layout.of_arguments.mkdir(exist_ok=True)
         if not layout.page.exists():
             (build_page if page_needed else build_page_if_possible)(layout, lock)
-        if is_for_another(read_stamp(layout)):
+        if is_for_another(layout, read_stamp(layout)):
             say("the build in the cache is for other flags or another CPU; building anew")
             shutil.rmtree(layout.build, ignore_errors=True)
         write_stamp(layout, done=False)
@@ -581,7 +620,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    layout = Layout.from_environment()
+    try:
+        layout = Layout.from_environment()
+    except BuildError as error:
+        print(f"build_llama_cpp.py: {error}", file=sys.stderr)
+        return 1
     try:
         if arguments.command == "fetch":
             fetch_command(layout)
