@@ -52,6 +52,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "serve": {"gguf", "host", "plan"},
     "chat": {"client", "gguf", "host", "plan", "serve"},
     "llama": {"host"},
+    "evaluate": {"convert", "convert/model", "gguf", "host"},
     "convert/read": {"gguf"},
     "convert/model": {"convert/read", "gguf"},
     "convert/rotate": {"convert/model", "convert/read", "gguf"},
@@ -59,7 +60,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "convert/write": {"convert/quantize", "convert/rotate", "convert/model", "convert/read", "gguf"},
     "convert": {f"convert/{floor}" for floor in ("read", "model", "rotate", "quantize", "write")} | {"gguf"},
     "cli": {
-        *("bench", "chat", "convert", "gguf", "host", "plan", "plots", "serve"),
+        *("bench", "chat", "convert", "evaluate", "gguf", "host", "plan", "plots", "serve"),
         *("convert/read", "convert/model", "convert/rotate", "convert/quantize"),
     },
     "api": {

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ggml_tern.cli import bench, chat, doctor, env, hash, inspect, plan, repack, run, serve, verify
+from ggml_tern.cli import bench, chat, doctor, env, eval, hash, inspect, plan, repack, run, serve, verify
 from ggml_tern.errors import TernError
 from ggml_tern.tensors.names import printable_lines
 
@@ -49,7 +49,7 @@ def cli() -> None:
     """Ternary language models on unmodified llama.cpp."""
 
 
-for _module in (bench, chat, doctor, env, hash, inspect, plan, repack, run, serve, verify):
+for _module in (bench, chat, doctor, env, eval, hash, inspect, plan, repack, run, serve, verify):
     cli.add_command(_module.command)
 
 
