@@ -106,6 +106,8 @@ def folder(tmp_path: Path, plain_model: Path, plain_file: Path) -> Path:
     # What the pages make of it in the line before.
     shutil.copy(ROOT / "models/tiny-qwen35/tiny-qwen35-ptq1_0.gguf", tmp_path / "tiny.gguf")
     (tmp_path / "serve.yaml").write_text("model:\n  path: model.gguf\n")
+    for name in ("book.txt", "text.txt"):
+        shutil.copy(ROOT / "models" / "held-out.txt", tmp_path / name)
     return tmp_path
 
 
