@@ -23,3 +23,19 @@ class MemorySize(click.ParamType[int]):
         if not size <= self._MOST:
             self.fail(f"{str(value)[:20]!r} is more memory than any machine has", param, ctx)
         return int(size)
+
+
+class MemorySizes(click.ParamType[tuple[int, ...]]):
+    """Amounts of memory with commas between."""
+
+    name = "sizes"
+
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        sizes = tuple(MemorySize().convert(part.strip(), param, ctx) for part in value.split(","))
+        if 0 in sizes:
+            self.fail(f"{value!r}: a card without memory holds nothing", param, ctx)
+        return sizes

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from ggml_tern.cli.kv_type import KV_TYPE
-from ggml_tern.memory_size import MemorySize
+from ggml_tern.memory_size import MemorySize, MemorySizes
 
 EPILOG = """
 \b
@@ -23,6 +23,8 @@ Examples
       What every KV type takes at every context, as a picture.
   tern plan model.gguf --context 8192 -ngl 20
       20 layers on the device, the others on the host: what each holds.
+  tern plan model.gguf --vram 8GB --kv q8_0 --parallel 1
+      How many layers a graphics card with 8 GB free holds, and what stays in main memory.
   tern plan model.gguf --memory 8GB --context 32768 --parallel 1 || echo "too large"
 """
 
@@ -44,6 +46,13 @@ Examples
     help="Type of the KV cache, as -ctk and -ctv of llama.cpp.",
 )
 @click.option("--memory", type=MemorySize(), help="What there is, like 6GB or 5.5GiB: does it fit?")
+@click.option(
+    "--vram",
+    "cards",
+    type=MemorySizes(),
+    metavar="SIZE[,SIZE]...",
+    help="What is free on each graphics card: how many layers do they hold? --memory is main memory then.",
+)
 @click.option(
     "--parallel",
     type=click.IntRange(1, 256),
@@ -76,6 +85,7 @@ def command(
     context: int | None,
     kv_type: str,
     memory: int | None,
+    cards: tuple[int, ...] | None,
     parallel: int | None,
     n_gpu_layers: int | None,
     layout: str,
@@ -87,15 +97,27 @@ def command(
     Reads the header alone. The figures are those of the stock llama-server with the plug-in on a CPU; compute
     buffers and the process itself are estimates.
 
-    Exit codes: 0, 1 if the model does not fit into --memory, 2 for trouble, 130 interrupted.
+    Exit codes: 0, 1 if the model does not fit into --memory, or --vram holds no layer of it, 2 for trouble,
+    130 interrupted.
     """
     from ggml_tern.plan import arithmetic, tables
+    from ggml_tern.plan.cards import divide
     from ggml_tern.plan.header import read_model
     from ggml_tern.plots import check_plot
 
+    if cards is not None and (png is not None or n_gpu_layers is not None):
+        raise click.UsageError("--vram finds the layers itself and draws nothing: no -ngl, no --png")
     if png is not None:
         check_plot(png)
     model = read_model(file)
+    if cards is not None:
+        division = divide(model, cards, context, kv_type, parallel, layout == "dense")
+        if json_output:
+            click.echo(json.dumps(tables.division_as_json(model, division, memory), indent=2))
+        else:
+            tables.print_division(model, division, memory, parallel, Console())
+        fits = division.n_gpu_layers > 0 and (memory is None or division.main_memory <= memory)
+        sys.exit(0 if fits else 1)
     planned = arithmetic.choose(model, context, kv_type, memory, parallel, n_gpu_layers, layout)
     if json_output:
         found = tables.as_json(model, planned, memory, parallel, n_gpu_layers)

@@ -54,14 +54,19 @@ class Attention:
     window: int | None = None
 
 
+#: Weights in a block of Q2_0, and its bytes: what ternary weights are on a GPU.
+Q2_0_BLOCK, Q2_0_BYTES = 64, 18
+
+
 @dataclass(frozen=True)
 class Weights:
     """Bytes of ternary matrices as the plug-in holds them, in its fast layout and in its dense one; and of
-    all others, which stay in the file."""
+    all others, which stay in the file. twins: bytes of the ternary ones on a GPU, as Q2_0."""
 
     tiles: int
     dense: int
     mapped: int
+    twins: int
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ def held_bytes(tensor: GGUFTensor, dense: bool = False) -> int:
 def _by_layer(tensors: list[GGUFTensor], n_layers: int) -> tuple[tuple[Weights, ...], Weights]:
     """The weights of each layer and of what is behind the last; and those that are only looked up."""
     is_tied = all(tensor.name != HEAD for tensor in tensors)
-    tiles, dense, mapped = Counter[int](), Counter[int](), Counter[int]()
+    tiles, dense, mapped, twins = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
     for tensor in tensors:
         first, *rest = tensor.name.split(".")
         layer = n_layers
@@ -265,10 +270,13 @@ def _by_layer(tensors: list[GGUFTensor], n_layers: int) -> tuple[tuple[Weights, 
         if _is_tiled(tensor):
             tiles[layer] += held_bytes(tensor)
             dense[layer] += held_bytes(tensor, dense=True)
+            twins[layer] += int(np.prod(tensor.shape, dtype=np.int64)) // Q2_0_BLOCK * Q2_0_BYTES
         else:
             mapped[layer] += held_bytes(tensor)
     layers = range(-1, n_layers + 1)
-    embedding, *weights = (Weights(tiles[layer], dense[layer], mapped[layer]) for layer in layers)
+    embedding, *weights = (
+        Weights(tiles[layer], dense[layer], mapped[layer], twins[layer]) for layer in layers
+    )
     return tuple(weights), embedding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from ggml_tern.plan.arithmetic import (
     plan,
     trade_offs,
 )
+from ggml_tern.plan.cards import Division
 from ggml_tern.plan.header import N_UBATCH, Model
 from ggml_tern.plots import Panel, write_plot
 from ggml_tern.tensors.names import printable_lines
@@ -91,6 +93,74 @@ def print_plan(
         say(f"\n{verdict}{outcome or '; the largest contexts that do:'}", "green" if fits else "bold red")
         if outcome is None:
             console.print(_context_chart(largest))
+
+
+def division_as_json(model: Model, division: Division, memory: int | None) -> dict[str, Any]:
+    """A model on cards as JSON can hold it: bytes, tokens. fits is null without `memory`, which is main
+    memory."""
+    return {
+        "file": str(model.path),
+        "architecture": model.architecture,
+        "context": division.planned.context,
+        "kv_type": division.planned.kv_type,
+        "parallel": division.planned.parallel,
+        "n_gpu_layers": division.n_gpu_layers,
+        "n_layers": division.n_layers,
+        "cards": [asdict(card) | {"total": card.total} for card in division.cards],
+        "on_host": division.on_host,
+        "host_total": division.main_memory,
+        "memory": memory,
+        "fits": None if memory is None else division.main_memory <= memory,
+        "options": division.options(),
+    }
+
+
+def print_division(
+    model: Model, division: Division, memory: int | None, parallel: int | None, console: Console
+) -> None:
+    """A model on cards as a table, and the command that loads it so."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(printable_lines(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+    planned, host = division.planned, division.on_host
+    say(f"{model.path.name}: {model.architecture}" + (f", {model.name}" if model.name else ""))
+    say(f"{planned.context:,} tokens of context in {planned.kv_type}")
+    verdict = f"{division.n_gpu_layers} of {division.n_layers} layers on the GPU"
+    say(
+        f"{verdict}, what is behind the last one counted as one\n",
+        "" if division.n_gpu_layers else "bold red",
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
+    table.add_column("MB", footer="total", no_wrap=True)
+    for i, card in enumerate(division.cards):
+        table.add_column(f"GPU {i}", footer=megabytes(card.total), justify="right", no_wrap=True)
+    table.add_column("main memory", footer=megabytes(division.main_memory), justify="right", no_wrap=True)
+    rows = {
+        "layers": ([card.n_layers for card in division.cards], division.n_layers - division.n_gpu_layers),
+        "weights": (
+            [card.weights for card in division.cards],
+            host["tiles"] + host["mapped"] + host["embedding"],
+        ),
+        "KV cache": ([card.kv_cache for card in division.cards], host["kv_cache"] + host["window_cache"]),
+        "recurrent state": ([card.state for card in division.cards], host["state"]),
+        "compute buffers": ([card.compute for card in division.cards], host["compute"]),
+        "process": ([0] * len(division.cards), host["process"]),
+    }
+    for name, (on_cards, on_host) in rows.items():
+        shown = [f"{n:,}" if name == "layers" else megabytes(n) for n in (*on_cards, on_host)]
+        if any((*on_cards, on_host)):
+            table.add_row(name, *shown)
+    table.add_row(
+        "free", *(megabytes(card.memory) for card in division.cards), megabytes(memory) if memory else ""
+    )
+    console.print(table)
+    say("\nternary weights on a GPU: 2.25 bits; compute buffers and process: estimates")
+    say("not counted: what a driver takes for itself; --cache-ram and --ctx-checkpoints of llama-server\n")
+    if memory is not None and division.main_memory > memory:
+        say(f"does not fit into {megabytes(memory)} MB of main memory", "bold red")
+    alone = [] if parallel is None else ["-np", str(parallel)]
+    say(shlex.join(["llama-server", "-m", str(model.path), *division.options(), *alone, "--fit", "off"]))
 
 
 def _all_alike(
