@@ -13,6 +13,11 @@ from ggml_tern.errors import TernError
 from ggml_tern.host import devices
 from ggml_tern.host.devices import Choice, Device, choose, may_have_gpus, resolve
 from ggml_tern.host.stock import DEVICE_VARIABLE, llama_cpp_dir
+from ggml_tern.plan.cards import divide
+from ggml_tern.plan.header import read_model
+from ggml_tern.serve.config import Config, Memory
+from ggml_tern.serve.serving import prepare
+from ggml_tern.serve.spellings import Options, given
 from gpu.hosts import vulkan_of_pypi
 from llama_server import TINY
 from tern_command import tern
@@ -134,6 +139,32 @@ def test_one_that_cannot_be_looked_into(tmp_path: Path) -> None:
     shutil.copy(llama_cpp_dir() / "llama-server", tmp_path)
     (tmp_path / "libggml-cuda.so").write_bytes(b"no library")
     assert choose(tmp_path / "llama-server") == Choice()
+
+
+def test_a_budget_is_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, CUDA0, CUDA1)
+    words = ["--model", str(TINY), "-c", "1024", "-np", "1", "-ctk", "q8_0", "-ctv", "q8_0"]
+    division = divide(read_model(TINY), [100_000_000] * 2, 1024, "q8_0", 1)
+    assert division.n_gpu_layers > 0
+
+    def options_of(config: Config, budget: int | None, *more: str) -> Options:
+        launch = prepare(config, budget, [*words, *more])
+        assert launch.devices == "CUDA0,CUDA1"
+        return given([*launch.words])
+
+    found = options_of(Config(), 100_000_000)
+    assert found["gpu-layers"] == str(division.n_gpu_layers) and found["fit"] == "off"
+    assert found["ctx-size"] == "1024"
+    memory = Memory(budget=1, max_gpu_memory=100_000_000)
+    assert options_of(Config(memory=memory), None) == found
+    # Without a budget, llama-server looks at the memory itself; what the user says stays.
+    assert not {"gpu-layers", "fit"} & options_of(Config(), None).keys()
+    assert options_of(Config(), 100_000_000, "-ngl", "1")["gpu-layers"] == "1"
+    with pytest.raises(TernError, match=r"no layer fits into 0\.1 MB of a GPU"):
+        prepare(Config(), 100_000, words)
+    # On the processor it is main memory's, as ever.
+    launch = prepare(Config(), 10**9, [*words, "--device", "TERN0"])
+    assert given(launch.words)["gpu-layers"] == "all"
 
 
 def test_a_real_gpu_backend(tmp_path: Path) -> None:

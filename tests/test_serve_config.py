@@ -115,7 +115,7 @@ def test_speculation(tmp_path: Path, runtime: str, expected: dict[str, str]) -> 
 
 def test_notes_name_what_is_taken_otherwise(tmp_path: Path) -> None:
     def noted(text: str) -> list[str]:
-        return [note.split(":")[0] for note in read_text(tmp_path, text).notes()]
+        return [note.split(":")[0] for note in read_text(tmp_path, text).notes(on_gpus=False)]
 
     assert noted(WRITE_UP) == [
         "model.quant_type",
@@ -291,7 +291,7 @@ def test_anything_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, 
     except TernError as error:
         assert all(line.startswith(f"{folder}/serve.yaml") for line in str(error).splitlines())
     else:
-        config.notes()
+        config.notes(on_gpus=False)
 
 
 def test_the_documentation_lists_every_key() -> None:

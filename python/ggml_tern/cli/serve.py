@@ -46,7 +46,7 @@ SETTINGS = {
     "budget",
     type=MemorySize(),
     help="Refuse before loading what takes more, like 6GB or 5.5GiB; without -c, take the largest context "
-    "that fits.",
+    "that fits. With GPUs: of each, which then gets as many layers as fit.",
 )
 @click.option(
     "--llama-server",
@@ -90,7 +90,7 @@ def command(
     config = server_config.read(file) if file is not None else server_config.Config()
     if not config.models and config.model.path is None and not set(MODEL_SOURCES) & set(given(words)):
         raise click.UsageError("Give MODEL.gguf before any option, or --config FILE.yaml that names a model.")
-    launch = serving.prepare(config, budget if budget is not None else config.budget, words, program)
+    launch = serving.prepare(config, budget, words, program)
     for line in launch.said:
         click.echo(f"tern serve: {printable(line)}", err=True)
     if dry_run:

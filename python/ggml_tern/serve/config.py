@@ -176,7 +176,10 @@ class Memory(Section):
     """What there is to use."""
 
     budget: Amount | None = Field(default=None, description="like 6GB: refuse before loading what takes more")
-    max_gpu_memory: Amount | None = Field(default=None, description="another name of `budget`")
+    max_gpu_memory: Amount | None = Field(
+        default=None,
+        description="of each GPU, which gets the layers that fit; without GPUs, as `budget`",
+    )
     weight_offload: bool | str | float | None = Field(
         default=None, description="no meaning: what does not fit on a GPU stays in main memory"
     )
@@ -215,7 +218,7 @@ class Config(Section):
         runtime = self.runtime.model_copy(update=_given(model.runtime))
         return model, runtime, self.sampling.model_copy(update=_given(model.sampling))
 
-    def notes(self) -> list[str]:
+    def notes(self, on_gpus: bool) -> list[str]:
         """What in the file is taken otherwise than it may have been meant, one line for each key."""
         found = list(_model_notes("model", self.model)) + list(_runtime_notes("runtime", self.runtime))
         for name, model in self.models.items():
@@ -225,7 +228,7 @@ class Config(Section):
             found.append(
                 "memory.weight_offload: no meaning here; what does not fit on a GPU stays in main memory"
             )
-        if self.memory.max_gpu_memory is not None:
+        if self.memory.max_gpu_memory is not None and not on_gpus:
             unused = self.memory.budget is not None
             taken = "memory.budget wins" if unused else "TERN0 uses main memory; taken as memory.budget"
             found.append(f"memory.max_gpu_memory: {taken}")

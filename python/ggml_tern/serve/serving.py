@@ -23,7 +23,9 @@ from ggml_tern.host import run as running
 from ggml_tern.host.devices import Choice, choose, named_devices, resolve
 from ggml_tern.host.stock import DEVICE, DEVICE_VARIABLE, host_environment, install_dir
 from ggml_tern.plan.arithmetic import LAYOUT_VARIABLE, megabytes
+from ggml_tern.plan.cards import Division, divide
 from ggml_tern.plan.fit import Demand, Fit, Usage, available, fit
+from ggml_tern.plan.header import read_model
 from ggml_tern.serve import memory, supervisor
 from ggml_tern.serve import options as options_of
 from ggml_tern.serve.config import Config, Runtime
@@ -66,7 +68,7 @@ def prepare(
 
     Args:
         config: whose model may be overridden by `arguments`.
-        budget: bytes; None for the memory that is free.
+        budget: bytes, instead of what `config` says of it; of main memory, or of each GPU that it runs on.
         arguments: of llama-server; they win over `config`.
         server: the llama-server, a path or a name as `tern run` takes it.
 
@@ -83,12 +85,14 @@ def prepare(
             return choose(program, arguments)
         return resolve(runtime.device, key, program, arguments)
 
+    device = device_of(config.runtime, "runtime.device")
+    if budget is None:
+        of_gpus = config.memory.max_gpu_memory if device.is_elsewhere else None
+        budget = of_gpus if of_gpus is not None else config.budget
     if config.models and not any(source in user for source in MODEL_SOURCES):
-        launch = _router(config, budget, common, user, environment, device_of)
+        launch = _router(config, budget, common, user, environment, device, device_of)
     else:
-        launch = _single(
-            config, budget, common, user, environment, device_of(config.runtime, "runtime.device")
-        )
+        launch = _single(config, budget, common, user, environment, device)
     variables = dict(launch.variables)
     if config.server.api_key is not None and "api-key-file" not in user and "api-key" not in user:
         variables[API_KEY_VARIABLE] = config.server.api_key
@@ -97,7 +101,7 @@ def prepare(
     said = [
         f"llama-server on http://{host}:{effective.get('port') or '8080'}, {launch.said[0]}",
         *launch.said[1:],
-        *map("note: {}".format, config.notes()),
+        *map("note: {}".format, config.notes(device.is_elsewhere)),
     ]
     has_key = API_KEY_VARIABLE in variables or "api-key" in effective or "api-key-file" in effective
     if not has_key and not all(map(_is_private, host.split(","))):
@@ -163,13 +167,27 @@ def _single(
     asked = replace(memory.demand(effective), spelled=_spelled, takes_budget=True)
     found = fit(asked, budget, chooses_layout=True, is_elsewhere=device.is_elsewhere)
     settled = _settled(found, asked)
+    on_cards: list[str] = []
+    if device.is_elsewhere and budget is not None:
+        division = _divided(asked, device, budget)
+        settled["ctx-size"] = str(division.planned.context)
+        options |= without({"gpu-layers": str(division.n_gpu_layers), "fit": "off"}, user)
+        if len(division.cards) > 1:
+            # In equal parts, as planned.
+            options["tensor-split"] = ",".join("1" for _ in division.cards)
+        held = max(card.total for card in division.cards)
+        on_cards.append(
+            f"memory, MB: {division.n_gpu_layers} of {division.n_layers} layers on the GPU, "
+            f"{megabytes(held)} of {megabytes(budget)}; main memory {megabytes(division.main_memory)}; "
+            f"{division.planned.context:,} tokens of context in {division.planned.kv_type}"
+        )
     variables = {}
     name = os.path.basename(path)
     if "alias" not in effective:
         # Or else the API would call it by all of its path; commas part several names.
         options["alias"] = name.replace(",", "_")
     if found.usage is None:
-        said = [f"{name} on {device}"]
+        said = [f"{name} on {device}", *on_cards]
     else:
         use = found.usage
         if use.model.can_be_dense and LAYOUT_VARIABLE not in os.environ:
@@ -191,6 +209,27 @@ def _single(
         settled=tuple(settled),
         devices=device.devices,
     )
+
+
+def _divided(asked: Demand, device: Choice, budget: int) -> Division:
+    """What is asked for on GPUs that have `budget` bytes each.
+
+    Raises TernError where no layer fits, and where it is not known what a GPU would hold."""
+    if device.devices is None:
+        raise TernError("a memory budget needs devices that are named: --device RPC0,CUDA0, say")
+    if asked.kv_type is None or asked.draft is not None:
+        raise TernError(
+            "a memory budget on a GPU is for one model with a KV cache in f16, q8_0, q5_0 or q4_0"
+        )
+    cards = [budget] * len(device.devices.split(","))
+    model = read_model(asked.path)
+    division = divide(model, cards, asked.context, asked.kv_type, asked.parallel)
+    if division.n_gpu_layers == 0:
+        raise TernError(
+            f"{asked.path}: no layer fits into {megabytes(budget)} MB of a GPU with "
+            f"{division.planned.context:,} tokens of context; a smaller one (-c), or --device {DEVICE}"
+        )
+    return division
 
 
 def _settled(found: Fit, asked: Demand) -> Options:
@@ -221,6 +260,7 @@ def _router(
     common: Options,
     user: Options,
     environment: Options,
+    default: Choice,
     device_of: Callable[[Runtime, str], Choice],
 ) -> Launch:
     """Several models: llama-server's router starts a llama-server for each that a request names."""
@@ -230,7 +270,6 @@ def _router(
     notes: list[str] = []
     # A context on the command line is for all of them, and what becomes of it is each model's.
     for_each = {name: value for name, value in user.items() if name == "ctx-size"}
-    default = device_of(config.runtime, "runtime.device")
     own = {
         name: device_of(model.runtime, f"models.{name}.runtime.device")
         for name, model in config.models.items()
@@ -238,6 +277,10 @@ def _router(
     }
     # Where a model is on a GPU, these are each model's.
     each_its_own = LEFT_TO_GPUS if any(one.is_elsewhere for one in (default, *own.values())) else ()
+    if each_its_own and budget is not None:
+        notes.append(
+            "note: the memory budget is for models on TERN0; on GPUs llama-server fits each of several"
+        )
     for name in config.models:
         device = own.get(name, default)
         # What the user gives on the command line, the router gives to all.
