@@ -80,5 +80,7 @@ ggml_backend_dev_t stock_cpu_device();
 bool is_registered();
 // Hooks the loaders of libraries that were loaded since (loading.cpp), and takes over the GPUs that appeared (gpu/graft.h).
 void meet_newcomers();
+// For a model of ours that is opened: says which GPUs it cannot use, once.
+void tell_of_gpus();
 
 }  // namespace tern

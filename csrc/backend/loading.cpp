@@ -71,7 +71,11 @@ std::optional<TranslatedFile> translate(const char * name, std::string_view gguf
     for (const std::string & remark : remarks) {
         report_once(name, remark);
     }
-    return header ? std::optional(TranslatedFile{std::move(*header), gguf}) : std::nullopt;
+    if (!header) {
+        return std::nullopt;
+    }
+    tell_of_gpus();
+    return TranslatedFile{std::move(*header), gguf};
 }
 
 size_t read_translated(void * data, void * output, uint64_t offset, size_t length) {

@@ -177,6 +177,11 @@ void meet_newcomers() {
     }
 }
 
+void tell_of_gpus() {
+    meet_newcomers();
+    tell_refusals();
+}
+
 bool is_registered() {
     for (size_t i = 0; i < host().ggml_backend_reg_count(); i++) {
         if (host().ggml_backend_reg_get(i) == registry()) {

@@ -23,6 +23,8 @@ namespace tern {
 namespace {
 
 // ---- what was taken over ----
+//
+// None of it is destroyed when the process ends: a host may leave its backends alive, whose library may be gone by then.
 
 // Only ever added to; whoever is asked for an operation looks here without a lock.
 struct Devices {
@@ -32,7 +34,7 @@ struct Devices {
 };
 
 Devices & devices() {
-    static Devices all;
+    static Devices & all = *new Devices;
     return all;
 }
 
@@ -54,7 +56,7 @@ struct Registries {
 };
 
 Registries & registries() {
-    static Registries all;
+    static Registries & all = *new Registries;
     return all;
 }
 
@@ -70,7 +72,7 @@ struct Backends {
 };
 
 Backends & backends() {
-    static Backends all;
+    static Backends & all = *new Backends;
     return all;
 }
 
@@ -133,7 +135,8 @@ bool supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
         return op->op == host().op_none && stock(device, op);
     }
     const ggml_tensor * w = op->src[0];
-    if (device_of_buffer_type(w->buffer->buft)->device != device) {
+    const ggml_tensor * whole = w->view_src != nullptr ? w->view_src : w;
+    if (device_of_buffer_type(whole->buffer->buft)->device != device) {
         return false;
     }
     if (op->op == host().op_get_rows ? is_treated(w->type) : op->src[1]->type != GGML_TYPE_F32) {
@@ -152,7 +155,7 @@ bool supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
         return false;
     }
     // A matrix without memory is one for which llama.cpp looks for a place.
-    return w->data != nullptr || passes_self_test(*grafted(device), op);
+    return whole->data != nullptr || passes_self_test(*grafted(device), op);
 }
 
 bool supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_type_t type) {
@@ -244,17 +247,13 @@ struct Statuses {
 };
 
 Statuses & statuses() {
-    static Statuses all;
+    static Statuses & all = *new Statuses;
     return all;
 }
 
 void note(ggml_backend_dev_t device, const std::string & refusal) {
-    const char * name = host().ggml_backend_dev_name(device);
-    if (!refusal.empty()) {
-        std::fprintf(stderr, "ggml-tern: %s is left alone: %s; ternary matrices stay on the CPU\n", name,
-                     refusal.c_str());
-    }
-    statuses().all[device] = {name, host().ggml_backend_dev_description(device), refusal};
+    GpuStatus & status = statuses().all[device];
+    status = {host().ggml_backend_dev_name(device), host().ggml_backend_dev_description(device), refusal};
 }
 
 // Before its functions are replaced, the registry's must know what was there.
@@ -345,6 +344,18 @@ void graft_gpus(ggml_backend_reg_t ours, const ModelFacts & facts) {
         }
         note(device, refusal);
     });
+}
+
+void tell_refusals() {
+    const std::lock_guard<std::mutex> lock(statuses().mutex);
+    for (auto & entry : statuses().all) {
+        GpuStatus & status = entry.second;
+        if (!status.refusal.empty() && !status.told) {
+            status.told = true;
+            std::fprintf(stderr, "ggml-tern: %s is left alone: %s; ternary matrices stay on the CPU\n",
+                         status.name.c_str(), status.refusal.c_str());
+        }
+    }
 }
 
 void test_gpus() {

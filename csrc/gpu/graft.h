@@ -10,7 +10,7 @@
 // That memory is the stock one, of a buffer type that is a copy of the stock one's but for the size of a tensor, and whose buffers
 // translate a tensor of our types to its twin (twin.h) when its bytes arrive. Everything else stays the stock backend's own: the
 // names, the devices, what it thinks of them. A device is left as it is where it has no kernels for Q2_0, where its tables are
-// not what we know, or where its self-test fails (self_test.h); one line on stderr says so.
+// not what we know, or where its self-test fails (self_test.h); when a model of ours is opened, one line on stderr says so.
 //
 // Devices appear at any time: an RPC server when the command line is read, a backend when it is loaded. So whoever is asked for
 // something before a model is opened calls graft_gpus().
@@ -43,10 +43,14 @@ struct GpuStatus {
     std::string name;
     std::string description;
     std::string refusal;  // why it is left alone; empty where it is not
+    bool told = false;    // whether the user was
     size_t n_tests = 0;   // of its self-test, so far
     double test_ms = 0;   // what they took
 };
 std::vector<GpuStatus> gpu_statuses();
+
+// Says on stderr which GPUs are left alone and why, each once: to be called for a model that they would have been of use for.
+void tell_refusals();
 
 // Has every GPU that was taken over prove what it computes (self_test.h), without a model.
 void test_gpus();
