@@ -39,6 +39,8 @@ class Forms:
     def __init__(self, folder: Path, name: str, recipe: Recipe, rotated: bool) -> None:
         self.rotated = rotated
         self.n_prompt = N_PROMPT_OF_EXPERTS if recipe.has_experts else N_PROMPT
+        # Plain weights of larger blocks are rounded by F16 as much as is to be seen.
+        self._f16_will_do = recipe.block <= 512
         self._path = folder / name.replace(", ", "-").replace(" ", "-")
         self.model: RotatedModel = rotated_files.make(recipe, np.random.default_rng(3))
 
@@ -60,6 +62,14 @@ class Forms:
     def f16(self) -> Path:
         """What the weights mean, in F16."""
         return self._written("f16", (_f16(name, values) for name, values in self._meaning().items()))
+
+    @property
+    def truth(self) -> Path:
+        """What the weights mean: in F16, or in F32 where that rounds too much."""
+        if self._f16_will_do:
+            return self.f16
+        path = self._file("f32")
+        return path if path.exists() else self.model.write_twin(path)
 
     @property
     def q2_0(self) -> Path:

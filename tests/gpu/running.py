@@ -2,8 +2,9 @@
 
     evaluate(host, Load(path, n_gpu_layers=1))[0].logits
 
-driver.cpp does it, which is compiled once and fits every host of hosts.py. The software Vulkan driver spoils
-its heap in some long sequences of graphs: take a process for a few models, not for all.
+driver.cpp does it, which is compiled once and fits every host of hosts.py. The software Vulkan driver (Mesa
+22.3) crashes in some sequences of graphs, with stock types too; llama-server often gets there. Take
+a process for a few models, not for all.
 """
 
 from __future__ import annotations
