@@ -36,6 +36,7 @@ NOT_RUN = {
     r"tern bench --serve|curl |export OPENAI": "wants a server; test_bench.py and test_serve.py have one",
     r"tern run (--stock )?llama-server|llama-server |python -m ggml_tern": "a server; test_serve.py runs it",
     r"tern (run|doctor|env|serve|chat|bench)\b.* ~/": "wants a llama.cpp of the reader's",
+    r"tools/gpu_check": "wants a llama.cpp with a GPU; test_gpu_check_tool.py runs what it can",
     r"--lora ": "wants an adapter; test_lora.py makes them",
     r"bench_peers|compare_perplexity|make_embedding|build_llama_cpp|examples/": "takes minutes or downloads",
     r"tern run llama-perplexity": "wants a text of hundreds of tokens",
