@@ -35,6 +35,7 @@ from ggml_tern.plan.arithmetic import (
     plan,
     trade_offs,
 )
+from ggml_tern.plan.cards import divide
 from ggml_tern.plan.header import read_model, tiled_bytes
 from model_headers import (
     F32,
@@ -407,9 +408,28 @@ def whole_27b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_presets_are_those_that_plan_computes() -> None:
     made = [preset for preset in make_presets.presets().values() if preset is not None]
-    assert {path.name: path.read_text() for path in PRESETS.iterdir()} == {
-        preset.name: preset.text() for preset in made
-    }
+    expected = {preset.name: preset.text() for preset in made}
+    expected |= {card.name: card.text() for card in make_presets.card_presets()}
+    assert {path.name: path.read_text() for path in PRESETS.iterdir()} == expected
+
+
+@pytest.mark.parametrize("gigabytes", [6, 8, 12, 16, 24])
+def test_presets_fit_their_cards(whole_27b: Path, gigabytes: int) -> None:
+    """With as many layers as fit, and where those are all, as many tokens."""
+    model = read_model(whole_27b)
+    config = yaml.safe_load((PRESETS / f"ternary-27b-gpu-{gigabytes}gb.yaml").read_text())
+    assert config["runtime"]["device"] == "gpu"
+    free = int(float(config["memory"]["max_gpu_memory"].removesuffix("GB")) * 10**9)
+    assert free <= 0.93 * gigabytes * 10**9
+    kv_type = {16: "f16", 8: "q8_0", 5: "q5_0", 4: "q4_0"}[config["model"]["kv_cache_bits"]]
+    parallel = config["runtime"].get("max_batch_size")
+    context = config["model"]["max_context"]
+    found = divide(model, [free], context, kv_type, parallel)
+    assert found.cards[0].total <= free
+    assert found.is_whole == (gigabytes >= 12)
+    if found.is_whole:
+        more = divide(model, [free], context + 256, kv_type, parallel)
+        assert not more.is_whole or context == model.context
 
 
 def test_presets_fit_and_use_their_memory(whole_27b: Path) -> None:
