@@ -193,7 +193,7 @@ def run_bench(model: Path) -> tuple[int, list[str]]:
     return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("ggml-tern: ")]
 
 
-@pytest.mark.parametrize("matrix", [PTQ1_0, PQ2_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("matrix", [PTQ1_0, PQ2_0, Q2_0], ids=lambda kind: kind.name)
 def test_squared_relu_is_served_as_it_is(tmp_path: Path, squared_relu_dir: Path, matrix: TensorType) -> None:
     choice = float_tables("bitnet", "squared ReLU", matrix)
     output = tmp_path / "out.gguf"
@@ -237,7 +237,7 @@ def test_squared_relu_in_a_split_file(tmp_path: Path, squared_relu_dir: Path) ->
     assert digests[2] == digests[0] != digests[1] == digests[3]
 
 
-@pytest.mark.parametrize("gate", [TQ2_0, Q2_0, Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("gate", [TQ2_0, Q8_0], ids=lambda kind: kind.name)
 def test_a_gate_that_cannot_have_squared_relu(
     tmp_path: Path, squared_relu_dir: Path, gate: TensorType
 ) -> None:
