@@ -6,6 +6,7 @@ the rotations besides.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -165,3 +166,78 @@ def test_a_decode_step_of_a_trained_hybrid(run_model: RunModel) -> None:
     assert kinds["fwht_cuda"] > 0 and kinds["gated_delta_net_cuda"] > 0
     # A transform is shared by the products of an activation: q, k and v, gate and up.
     assert kinds["fwht_cuda"] < kinds["mul_mat_vec_q"]
+
+
+# ---- what goes wrong ----
+
+
+def test_a_gpu_that_computes_wrongly_is_left_alone(forms: Callable[[str], Forms], tmp_path: Path) -> None:
+    """This one computes nothing. Its self-test says so in one line, and no matrix of ours goes there."""
+    form = forms("qwen3, tied")
+    cuda = FakeCuda(tmp_path)
+    commands = [*running.first_commands(cuda.host()), *Load(form.ours).commands("m"), "greedy M 2 5 6"]
+    outcome = running.run(cuda.host(), [*commands, "free M", "free m"])
+    (line,) = outcome.of_plugin
+    assert re.fullmatch(
+        r"ggml-tern: CUDA0 is left alone: its self-test failed: MUL_MAT with \w+ is off by \S+ of its mean "
+        r"square; ternary matrices stay on the CPU \(TERN_GPU_SELF_TEST=0 takes the device at its word\)",
+        line,
+    )
+    assert "CUDA0_TERN" not in outcome.said and "TERN_TILES model buffer size" in outcome.said
+    for tensor in form.model.stored.values():
+        if tensor.type_id in ref.FORMATS:
+            assert not cuda.memory_holds(models.in_q2_0(tensor).data)
+    assert not cuda.read().left()
+
+
+@pytest.mark.parametrize("self_test", ["0", "1"])
+def test_a_gpu_without_memory(self_test: str, forms: Callable[[str], Forms], tmp_path: Path) -> None:
+    """llama.cpp's own words for a device that is too small; one that cannot even be tested is left alone."""
+    cuda = FakeCuda(tmp_path, memory=1 << 15)
+    commands = [*running.first_commands(cuda.host()), *Load(forms("PTQ1_0").ours).commands("m")]
+    variables = {"TERN_GPU_SELF_TEST": self_test}
+    outcome = running.run(cuda.host(), commands, variables=variables, must_end_well=False)
+    assert outcome.code == 1 and "out of memory" in outcome.said
+    assert len(outcome.of_plugin) == int(self_test)
+    assert all("it has no memory for it" in line for line in outcome.of_plugin)
+
+
+def test_gpus_can_be_left_alone_by_wish(forms: Callable[[str], Forms], tmp_path: Path) -> None:
+    cuda = FakeCuda(tmp_path)
+    commands = [*running.first_commands(cuda.host()), *Load(forms("PTQ1_0").ours).commands("m")]
+    outcome = running.run(cuda.host(), commands, variables={"TERN_GPU": "0"})
+    assert outcome.of_plugin == [] and "CUDA0_TERN" not in outcome.said
+
+
+def test_backends_are_unloaded_in_any_order(forms: Callable[[str], Forms], tmp_path: Path) -> None:
+    """The GPU's first, and what is loaded then runs on the processor; or ours first, with a model of it at
+    work, which goes on."""
+    form = forms("qwen3, tied")
+    variables = {"TERN_GPU_SELF_TEST": "0"}
+    answers = []
+    for unload in ("CUDA", ""):
+        folder = tmp_path / (unload or "none")
+        folder.mkdir()
+        cuda = FakeCuda(folder)
+        commands = running.first_commands(cuda.host())
+        if unload:
+            commands += [
+                *Load(form.ours).commands("g"),
+                "greedy G 3 5 6",
+                "free G",
+                "free g",
+                f"unload {unload}",
+            ]
+        commands += ["devices", *Load(form.ours, n_gpu_layers=0).commands("m"), "greedy M 8 5 6"]
+        outcome = running.run(cuda.host(), commands, variables=variables)
+        assert (["CUDA0"] in outcome.after("device")) == (not unload)
+        answers.append(outcome.after("tokens")[-1])
+    assert answers[0] == answers[1]
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    cuda = FakeCuda(folder)
+    commands = [*running.first_commands(cuda.host()), *Load(form.ours).commands("m"), "greedy M 3 5 6"]
+    commands += ["unload TERN", "greedy M 3 5 6", "free M", "free m"]
+    outcome = running.run(cuda.host(), commands, variables=variables)
+    assert outcome.of_plugin == [] and len(outcome.after("tokens")) == 2
+    assert not cuda.read().left()

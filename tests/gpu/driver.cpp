@@ -5,6 +5,7 @@
 //   backend FILE                             loads a backend
 //   backends FOLDER                          loads the backends of a folder, as llama.cpp's programs do, and GGML_BACKEND_PATH
 //   rpc HOST:PORT                            adds the devices of an RPC server
+//   unload NAME                              unloads the backend of this name
 //   devices                                  prints "device NAME" for each
 //   model NAME FILE [KEY=VALUE...]           loads a model: n_gpu_layers, load_mode, devices (names, separated by commas),
 //                                            on_cpu (a pattern of names of tensors)
@@ -287,6 +288,13 @@ void run(const std::string & line) {
     } else if (command == "backends") {
         words >> name;
         HOST(ggml_backend_load_all_from_path)(name.c_str());
+    } else if (command == "unload") {
+        words >> name;
+        ggml_backend_reg_t backend = HOST(ggml_backend_reg_by_name)(name.c_str());
+        if (backend == nullptr) {
+            throw std::runtime_error("no such backend: " + name);
+        }
+        HOST(ggml_backend_unload)(backend);
     } else if (command == "rpc") {
         words >> name;
         add_rpc_server(name);
