@@ -102,11 +102,13 @@ def test_what_the_weights_mean(host: str, name: str, forms: MakeForms) -> None:
 def test_layers_that_stay_on_the_processor(name: str, forms: MakeForms) -> None:
     """Their products are ours, whose activations are int8."""
     form = forms(name)
-    loads = [Load(form.ours, layers) for layers in (0, 1, 2)] + [Load(form.ours, on_cpu="ffn_down")]
+    loads = [Load(form.ours, layers) for layers in (0, 1, 2)]
+    # Sent by name into the buffer that knows nothing of us, a matrix is fetched from there for each product.
+    loads += [Load(form.ours, on_cpu="ffn_down"), Load(form.ours, on_gpu="attn_output")]
     [truth] = evaluate(hosts.vulkan_of_pypi(), form, Load(form.f16), plugin=False)
     for load, found in zip(loads, evaluate(hosts.vulkan_of_pypi(), form, *loads), strict=True):
         agreement = compare_logits.compare(truth.logits, found.logits)
-        print(load.n_gpu_layers, load.on_cpu, found.splits, agreement)
+        print(load.n_gpu_layers, load.on_cpu, load.on_gpu, found.splits, agreement)
         assert agreement.mean_kl <= MAX_KL_OF_INT8
 
 

@@ -8,7 +8,7 @@
 //   unload NAME                              unloads the backend of this name
 //   devices                                  prints "device NAME" for each
 //   model NAME FILE [KEY=VALUE...]           loads a model: n_gpu_layers, load_mode, devices (names, separated by commas),
-//                                            on_cpu (a pattern of names of tensors)
+//                                            on_cpu, on_gpu (a pattern of names of tensors, as -ot has it)
 //   context NAME MODEL [KEY=VALUE...]        n_ctx, n_batch, n_threads, flash_attn, type_k, type_v, lora (a file)
 //   logits CONTEXT FILE TOKEN...             evaluates tokens, and writes float32 [n_tokens, n_vocabulary]
 //   greedy CONTEXT COUNT TOKEN...            evaluates tokens, and prints "tokens T..." with what is likeliest to follow
@@ -143,6 +143,12 @@ void load_model(std::istream & words) {
     if (std::string pattern = take_text(options, "on_cpu"); !pattern.empty()) {
         patterns.push_back(pattern);
         overrides[0] = {patterns.back().c_str(), HOST(ggml_backend_cpu_buffer_type)()};
+        parameters.known.tensor_buft_overrides = overrides;
+    }
+    if (std::string pattern = take_text(options, "on_gpu"); !pattern.empty()) {
+        patterns.push_back(pattern);
+        overrides[0] = {patterns.back().c_str(), HOST(ggml_backend_dev_buffer_type)(
+                                                     HOST(ggml_backend_dev_by_type)(GGML_BACKEND_DEVICE_TYPE_GPU))};
         parameters.known.tensor_buft_overrides = overrides;
     }
     check_all_taken(options);

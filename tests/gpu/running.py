@@ -99,7 +99,7 @@ class Load:
     """A model, and how llama.cpp is to run it.
 
     devices: names, separated by commas; all where empty. on_cpu: a pattern of names of tensors that stay
-    there."""
+    there; on_gpu: of those that are sent to the GPU's usual buffer."""
 
     path: Path
     n_gpu_layers: int = 99
@@ -108,12 +108,13 @@ class Load:
     type_v: int = F16
     devices: str = ""
     on_cpu: str = ""
+    on_gpu: str = ""
     lora: Path | None = None
 
     def commands(self, name: str) -> list[str]:
         """Of loading it, as `name`, with a context of that name in capitals."""
         model = f"model {name} {self.path} n_gpu_layers={self.n_gpu_layers}"
-        wanted = {"devices": self.devices, "on_cpu": self.on_cpu}
+        wanted = {"devices": self.devices, "on_cpu": self.on_cpu, "on_gpu": self.on_gpu}
         context = f"context {name.upper()} {name} n_ctx=256 n_batch=64 flash_attn={self.flash_attn}"
         context += f" type_k={self.type_k} type_v={self.type_v}"
         return [
