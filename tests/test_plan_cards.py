@@ -129,7 +129,8 @@ def test_a_llama_server_with_a_gpu_allocates_what_is_planned(n_gpu_layers: int, 
     log = tmp_path / "log"
     words = ["-m", HYBRID, "-c", "1024", "-np", "1", "-ngl", n_gpu_layers, "-ctk", "q8_0", "-ctv", "q8_0"]
     words += ["--no-warmup", "--fit", "off", "-lv", "4", "--host", tmp_path / "socket.sock"]
-    environment = host.environment(plugin=True) | {DEVICE_VARIABLE: "Vulkan0"}
+    # Nothing is computed: that driver spoils its heap now and then.
+    environment = host.environment(plugin=True) | {DEVICE_VARIABLE: "Vulkan0", "TERN_GPU_SELF_TEST": "0"}
     with log.open("wb") as file:
         command = [str(host.server), *map(str, words)]
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)

