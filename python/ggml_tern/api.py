@@ -214,6 +214,7 @@ def plan(
     parallel: int | None = None,
     n_gpu_layers: int | None = None,
     layout: str = "auto",
+    cards: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """What memory a model takes, from the header of its file: the JSON of ``tern plan --json``, in bytes:
     `total` and its parts, `context`, and with `memory` whether it `fits`, and `largest_context`.
@@ -226,15 +227,23 @@ def plan(
         parallel: conversations at a time; None: 4 that share the context.
         n_gpu_layers: layers on the device; None: all.
         layout: of ternary weights: auto, fast or dense.
+        cards: bytes that are free on each graphics card; the JSON then is that of ``--vram``, and `memory` is
+            main memory. Goes without n_gpu_layers.
 
     Raises TernError for what is no model, and for an architecture whose memory is not known.
     """
     from ggml_tern.plan import arithmetic, tables
+    from ggml_tern.plan.cards import divide
     from ggml_tern.plan.header import read_model
 
     _one_of("kv", kv, arithmetic.KV_TYPES)
     _one_of("layout", layout, arithmetic.LAYOUTS)
     model = read_model(Path(file))
+    if cards is not None:
+        if n_gpu_layers is not None:
+            raise TernError("cards finds the layers itself: it goes without n_gpu_layers")
+        division = divide(model, cards, context, kv, parallel, layout == "dense")
+        return tables.division_as_json(model, division, memory)
     planned = arithmetic.choose(model, context, kv, memory, parallel, n_gpu_layers, layout)
     return tables.as_json(model, planned, memory, parallel, n_gpu_layers)
 
