@@ -39,8 +39,6 @@ NOT_RUN = {
     r"tools/gpu_check": "wants a llama.cpp with a GPU; test_gpu_check_tool.py runs what it can",
     r"--lora ": "wants an adapter; test_lora.py makes them",
     r"bench_peers|compare_perplexity|make_embedding|build_llama_cpp|examples/": "takes minutes or downloads",
-    r"tern run llama-perplexity": "wants a text of hundreds of tokens",
-    r"tern repack .*--type q2_0": "wants weights that are not rotated; test_gguf_repack.py has them",
     r"tern repack model-00001": "wants a model in parts; test_gguf_repack.py makes it",
     r"tern chat Ternary": "wants the weights of the 27B, not its header alone",
     r"--compare tiny-qwen35": "shown with its output; the same is run of another model",

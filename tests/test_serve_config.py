@@ -119,7 +119,6 @@ def test_notes_name_what_is_taken_otherwise(tmp_path: Path) -> None:
 
     assert noted(WRITE_UP) == [
         "model.quant_type",
-        "runtime.device",
         "memory.weight_offload",
         "memory.max_gpu_memory",
     ]
@@ -127,9 +126,9 @@ def test_notes_name_what_is_taken_otherwise(tmp_path: Path) -> None:
     assert noted("runtime: {device: cpu, decode_algorithm: draft}") == ["runtime.decode_algorithm"]
     assert noted("runtime: {draft_model: d.gguf, decode_algorithm: ngram}") == ["runtime.draft_model"]
     assert noted("model: {kv_cache_quant: fancy}") == ["model.kv_cache_quant"]
+    # Which devices there are is another matter: test_devices.py.
     assert noted("models: {a: {path: a.gguf, quant_type: x, runtime: {device: gpu}}}") == [
-        "models.a.quant_type",
-        "models.a.runtime.device",
+        "models.a.quant_type"
     ]
     assert (
         noted("model: {path: a.gguf, kv_cache_bits: 8}\nruntime: {threads: 2}\nmemory: {budget: 6GB}") == []
@@ -153,7 +152,7 @@ def test_a_model_has_its_own_before_the_common(tmp_path: Path) -> None:
         """
 models:
   a: {path: a.gguf}
-  b: {path: b.gguf, runtime: {threads: 1, device: TERN0}, sampling: {temperature: 0}}
+  b: {path: b.gguf, runtime: {threads: 1}, sampling: {temperature: 0}}
 runtime: {threads: 8, max_batch_size: 2}
 sampling: {temperature: 1.5, top_k: 3}
 """,
@@ -161,7 +160,7 @@ sampling: {temperature: 1.5, top_k: 3}
     first, second = (serve_options.of_model(*config.routed(name)) for name in "ab")
     assert (first["threads"], first["temp"], first["top-k"]) == ("8", "1.5", "3")
     assert (second["threads"], second["temp"], second["top-k"]) == ("1", "0", "3")
-    assert (second["device"], second["parallel"]) == ("TERN0", "2")
+    assert second["parallel"] == "2"
 
 
 @pytest.mark.parametrize(
